@@ -58,7 +58,7 @@ pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {
     cases.into_iter().step_by(every).collect()
 }
 
-/// Whether a test that trains until its effect is seen is left out: `AITK_ALL_CASES=1`, which `.ci/run` sets, runs it.
+/// Whether a long test, for example one that trains until its effect is seen, is left out: `AITK_ALL_CASES=1`, which `.ci/run` sets, runs it.
 pub(crate) fn is_left_out() -> bool {
     let is_left_out = !are_all_chosen();
     if is_left_out {

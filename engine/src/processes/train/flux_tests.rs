@@ -206,6 +206,9 @@ fn a_training_with_guidance_is_the_same_in_one_pass_or_two_and_resumes_exactly()
     let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a / b - 1.0).abs() < 1e-4);
     let in_two = train(|process| process.model.low_vram = true);
     assert!(close(&in_two, &together), "{in_two:?} and {together:?}");
+    if crate::testing::is_left_out() {
+        return;
+    }
     let cached = train(|process| {
         process.datasets[0].shuffle_tokens = false;
         process.train.cache_text_embeddings = true;

@@ -41,7 +41,7 @@ pub(super) fn replayed(root: &Path) -> TrainerProcess {
 
 /// The number of steps that are compared with those of a reference.
 fn compared_steps() -> u64 {
-    if are_all_chosen() { 14 } else { 5 }
+    if are_all_chosen() { 14 } else { 3 }
 }
 
 /// One value of the metrics of each step.

@@ -102,7 +102,10 @@ fn the_training_does_not_depend_on_it() {
             process.datasets[0].shuffle_tokens = false;
             process.logging.log_every = Some(3);
             change(&mut process);
-            process.train.validation_config = validates.then(|| config(&report, 2));
+            process.train.validation_config = validates.then(|| ValidationConfig {
+                resolution: 32,
+                ..config(&report, 2)
+            });
             let events = complete(process);
             let validated = measured(dir.path(), &events);
             let saved = saved_lora(dir.path());
@@ -151,7 +154,10 @@ fn a_loss_that_an_interruption_prevented_is_measured_on_resume() {
     let report = report();
     let [one, two] = [0; 2].map(|_| tempfile::tempdir().unwrap());
     let mut process = trainer(one.path(), 4);
-    process.train.validation_config = Some(config(&report, 1));
+    process.train.validation_config = Some(ValidationConfig {
+        resolution: 32,
+        ..config(&report, 1)
+    });
     // No step changes the weights, so all measurements are equal.
     process.datasets[0].loss_multiplier = 1e300;
     let first = in_own_folder(spec(process.clone()), &one.path().join("out"));
