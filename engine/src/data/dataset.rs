@@ -9,7 +9,7 @@ use super::discover::discover;
 use super::half::Half;
 use super::image_statistics::ImageStatistics;
 use super::latent_cache::content_hash;
-use super::masks::MaskOptions;
+use super::masks::{MaskOptions, check_mask_file};
 use super::sizes::SizeCache;
 use super::training_image::{Control, TrainingImage};
 use crate::error::{EngineError, Result};
@@ -43,7 +43,7 @@ pub struct DatasetOptions {
     pub captions: CaptionRules,
     /// The data set is a regularisation set.
     pub regularisation: bool,
-    /// Use aspect buckets. Otherwise all images become squares of the resolution.
+    /// Use aspect buckets. Otherwise all images get one size.
     pub buckets: bool,
     /// Without buckets: width and height of every image. `None`: a square of the resolution.
     pub size: Option<(u32, u32)>,
@@ -81,13 +81,6 @@ pub struct DatasetOptions {
     pub cache_latents_to_disk: bool,
     /// Open no file outside the folders of the images, the masks and the control images.
     pub stay_in_folder: bool,
-}
-
-impl DatasetOptions {
-    /// Width and height of every image without buckets.
-    pub(super) fn fixed_size(&self) -> (u32, u32) {
-        self.size.unwrap_or((self.resolution, self.resolution))
-    }
 }
 
 impl Default for DatasetOptions {
@@ -139,6 +132,11 @@ impl DatasetOptions {
     #[must_use]
     pub fn draws_crops(&self) -> bool {
         self.random_crop && !self.buckets
+    }
+
+    /// Width and height of every image without buckets.
+    pub(super) fn fixed_size(&self) -> (u32, u32) {
+        self.size.unwrap_or((self.resolution, self.resolution))
     }
 
     /// A width and a height times `scale`.
@@ -461,7 +459,7 @@ impl Dataset {
             for image in images {
                 if let Some(mask) = masks.mask_for(&image.path).filter(|mask| !mask.alpha) {
                     allowed_masks.check(&mask.path)?;
-                    masks.check(&image.path)?;
+                    check_mask_file(&mask.path, &image.path)?;
                 }
             }
         }

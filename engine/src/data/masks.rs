@@ -34,21 +34,6 @@ impl MaskOptions {
         }
     }
 
-    /// Checks the header of an image's mask file, if it has one.
-    ///
-    /// # Errors
-    /// When the file is no image, or its aspect ratio differs from the image's.
-    pub(super) fn check(&self, image: &Path) -> Result<()> {
-        match self.mask_for(image) {
-            Some(mask) if !mask.alpha => check_aspect_ratio(
-                &mask.path,
-                image_io::dimensions(&mask.path)?,
-                image_io::dimensions(image)?,
-            ),
-            _ => Ok(()),
-        }
-    }
-
     /// The mask of an image; `None` if the folder has no file with its stem.
     pub(super) fn mask_for(&self, image: &Path) -> Option<Mask> {
         let (path, alpha) = match &self.folder {
@@ -73,6 +58,14 @@ impl MaskOptions {
             min_value: self.min_value,
         })
     }
+}
+
+/// Checks the header of an image's mask file.
+///
+/// # Errors
+/// When the file is no image, or its aspect ratio differs from the image's.
+pub(super) fn check_mask_file(mask: &Path, image: &Path) -> Result<()> {
+    check_aspect_ratio(mask, image_io::dimensions(mask)?, image_io::dimensions(image)?)
 }
 
 /// Sizes are width and height in pixels.

@@ -3,6 +3,7 @@
 use super::bucket::BucketPlan;
 use super::controls::ControlOptions;
 use super::dataset::{DatasetOptions, DatasetScan, check_options, flip_variants, plan_item};
+use super::masks::check_mask_file;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use serde::Serialize;
@@ -227,9 +228,11 @@ impl DatasetReport {
             if let (Some(masks), Some(count)) = (&options.masks, &mut report.masks) {
                 let mask = masks.mask_for(&file.path);
                 *count += u64::from(mask.is_some());
-                masks.check(&file.path)?;
-                if let Some(mask) = mask.filter(|mask| !mask.alpha && is_cut_off(&mask.path)) {
-                    report.cut_off.add(|| relative(&mask.path));
+                if let Some(mask) = mask.filter(|mask| !mask.alpha) {
+                    check_mask_file(&mask.path, &file.path)?;
+                    if is_cut_off(&mask.path) {
+                        report.cut_off.add(|| relative(&mask.path));
+                    }
                 }
             }
             // The seed only changes the crop, not the bucket.

@@ -14,8 +14,8 @@ pub struct LossMasks {
 
 impl LossMasks {
     /// Returns the loss weights of a batch, [b, 1, h, w] on the CPU, with a mean of 1; `None` if no item has a mask. An
-    /// item without a mask has weight 1 everywhere before this scaling. `items`: with the moves of their pixels. A latent position gets the upper left pixel of
-    /// its square, as with ai-toolkit's nearest-neighbour scaling.
+    /// item without a mask has weight 1 everywhere before this scaling. A latent position gets the upper left pixel of its
+    /// square, as with ai-toolkit's nearest-neighbour scaling. `items`: with the moves of their pixels, which masks follow.
     ///
     /// # Errors
     /// When a mask cannot be read or its shape differs from its image's.

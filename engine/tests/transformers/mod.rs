@@ -2,7 +2,7 @@
 //! portable mode.
 
 use crate::allocator::measure;
-use crate::{Random, Training, lora, name, weights};
+use crate::trainings::{Random, Training, lora, name, weights};
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::phases::PhaseBytes;
