@@ -21,6 +21,7 @@ pub mod exit;
 pub mod extensions;
 pub mod failure;
 pub mod follow;
+pub mod hub_push;
 pub mod job_file;
 pub mod log_formatter;
 pub mod members;
@@ -31,6 +32,7 @@ pub mod preflight;
 pub mod run_folder;
 pub mod sd_scripts;
 pub mod settings;
+pub mod step_history;
 pub mod sweep;
 #[cfg(feature = "embedded")]
 pub mod thorough;

@@ -10,6 +10,8 @@ pub mod capability;
 pub mod checkpoint;
 pub mod confinement;
 pub mod control_plane;
+#[cfg(feature = "plot")]
+pub mod event_file;
 pub mod fsutil;
 pub mod gguf;
 pub mod hash;

@@ -22,6 +22,7 @@ pub mod s3_server;
 pub mod server_fault;
 pub mod skip;
 pub mod trace_collector;
+pub mod upload_hub;
 
 pub use processes::eventually;
 

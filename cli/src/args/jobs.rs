@@ -374,13 +374,45 @@ pub struct PlotArgs {
     /// Write the curve to an image file instead
     #[arg(short, long, value_name = "FILE.png")]
     pub output: Option<PathBuf>,
+    /// Write all metrics into a folder for TensorBoard instead
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["output", "metric", "json", "ascii"])]
+    pub tensorboard: Option<PathBuf>,
     /// Show this metric instead of the loss, such as val/loss, lr or grad_norm (docs/run-folder.md#metricsjsonl)
     #[arg(long, value_name = "NAME")]
     pub metric: Option<String>,
     /// Use ASCII characters only
     #[arg(long)]
     pub ascii: bool,
-    /// Print the losses as JSON
+    /// Print the values as JSON
     #[arg(long, conflicts_with = "output")]
+    pub json: bool,
+}
+
+/// `aitk push`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk push output/my_lora --repo me/my_lora --private\n  aitk push output/my_lora --repo me/my_lora --dry-run"
+)]
+pub struct PushArgs {
+    /// The run folder of a training
+    #[arg(value_name = "FOLDER")]
+    pub folder: String,
+    /// Repository to upload to, made if it does not exist
+    #[arg(long, value_name = "USER/NAME")]
+    pub repo: String,
+    /// Make a new repository private
+    #[arg(long)]
+    pub private: bool,
+    /// Message of the commit
+    #[arg(short, long, value_name = "TEXT", default_value = crate::hub_push::MESSAGE)]
+    pub message: String,
+    /// Only list the files
+    #[arg(long)]
+    pub dry_run: bool,
+    /// No progress bar and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+    /// Print JSON
+    #[arg(long)]
     pub json: bool,
 }

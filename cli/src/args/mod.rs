@@ -10,7 +10,7 @@ mod notify;
 pub use artifacts::{ArtifactsArgs, ArtifactsCommand, ArtifactsGetArgs, ArtifactsLsArgs};
 pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, BenchStore};
 pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs, SampleArgs, SaveArgs};
-pub use jobs::{PlotArgs, ValidateArgs};
+pub use jobs::{PlotArgs, PushArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
 pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, ImportArgs, InitArgs, RunArgs, UpArgs};
 pub use machines::{
@@ -216,6 +216,16 @@ pub enum Command {
                      logging.log_every), or of a run folder on this machine (all steps, from its metrics.jsonl)."
     )]
     Plot(PlotArgs),
+    /// Upload the results of a training to Hugging Face
+    #[command(
+        long_about = "Upload the results of a training to a model repository on Hugging Face, which is made if it does not exist.\n\nUploaded \
+                     are the saves, the samples, the curve of the loss, and a model card with the base model, the trigger word, and the \
+                     newest samples with their prompts; a README.md in the folder is taken instead. Not uploaded are the config and the log, \
+                     which name folders of this machine, and checkpoints. What the hub has already is not sent again.\n\nThe token comes from \
+                     HF_TOKEN, or from `hf auth login`, and needs the right to write. `aitk artifacts get JOB` downloads the folder of a job of \
+                     `aitk submit`. A training of `aitk run` with save.push_to_hub uploads at its end."
+    )]
+    Push(PushArgs),
     /// Import a config of sd-scripts or the kohya GUI
     #[command(
         long_about = "Import a config of sd-scripts (TOML, as --config_file takes it) or a preset of the kohya GUI (JSON), and print \

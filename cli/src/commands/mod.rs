@@ -13,6 +13,7 @@ mod jobs;
 mod login;
 mod logs;
 mod plot;
+mod push;
 mod submit;
 #[cfg(feature = "embedded")]
 mod up;
@@ -54,6 +55,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Fit(args) => Box::pin(forecast::fit(&context, args)).await,
         Command::Validate(args) => Box::pin(validate::validate(&context, args)).await,
         Command::Plot(args) => Box::pin(plot::plot(&context, args)).await,
+        Command::Push(args) => Box::pin(push::push(&context, args)).await,
         #[cfg(feature = "embedded")]
         Command::Convert(args) => Box::pin(convert::convert(&context, args)).await,
         Command::Artifacts(args) => match args.command {

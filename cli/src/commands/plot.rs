@@ -5,39 +5,35 @@ use crate::chart::{Style, chart};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::members::is_array;
+use crate::output::Ui;
 use crate::output::format::{number, printable};
-use crate::run_folder;
-use aitk_common::control_plane::EventBody;
+use crate::step_history::StepHistory;
+use aitk_common::event_file::{self, EVENT_FILE};
 use aitk_common::fsutil;
+use aitk_common::job::naming;
 use aitk_common::plot::Curve;
-use futures::StreamExt;
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::io::Write;
+use std::path::Path;
 
 pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     let ui = context.ui(true);
-    let names: Vec<&str> = match args.metric.as_deref() {
-        // The learning rate has another name in a job's events.
-        Some("lr") => vec!["lr", "learning_rate"],
-        Some(name) => vec![name],
-        None => vec!["loss", "loss/loss"],
+    let history = StepHistory::read(context, &args.job).await?;
+    if let Some(folder) = &args.tensorboard {
+        return write_event_file(&ui, &history, folder, &args.job);
+    }
+    let metric = match args.metric.as_deref() {
+        // The names in a job's events.
+        Some("learning_rate") => "lr",
+        Some("loss/loss") => "loss",
+        Some(name) => name,
+        None => "loss",
     };
-    let value = |values: &BTreeMap<String, f64>| names.iter().find_map(|name| values.get(*name)).copied();
-    let curve = match run_folder::run_folder(&args.job, &context.directory)? {
-        Some(folder) => {
-            let metrics = run_folder::metrics(&folder)?;
-            let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
-            Curve {
-                title: name.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-                points: metrics
-                    .iter()
-                    .filter_map(|one| Some((one.step, value(&one.values)?)))
-                    .collect(),
-            }
-        }
-        None => curve_of_job(context, &args.job, &value).await?,
+    let curve = Curve {
+        title: history.name,
+        points: (history.steps.iter())
+            .filter_map(|one| Some((one.step, *one.values.get(metric)?)))
+            .collect(),
     };
     let shown = args.metric.as_deref().unwrap_or("loss");
     if args.json {
@@ -54,11 +50,7 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
         return Err(Failure::not_found(message).hint("docs/run-folder.md#metricsjsonl lists the metrics of a training"));
     }
     if curve.points.is_empty() {
-        return Err(
-            Failure::not_found(format!("{} has no losses yet", printable(&args.job))).hint(
-                "a training has its first loss after its first step; a job reports one every `logging.log_every` steps",
-            ),
-        );
+        return Err(no_losses(&args.job));
     }
     if let Some(path) = &args.output {
         let png = curve
@@ -93,35 +85,32 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     Ok(Exit::Ok)
 }
 
-/// Reads one metric of those that a job reported.
-async fn curve_of_job(
-    context: &Context,
-    name: &str,
-    value: &dyn Fn(&BTreeMap<String, f64>) -> Option<f64>,
-) -> Result<Curve, Failure> {
-    let api = context.api().await?;
-    let job = api.resolve(name).await?;
-    if is_array(&job) {
-        return Err(
-            Failure::usage(format!("{} is an array; give one of its members", printable(name)))
-                .hint(format!("`aitk ps {}` lists them", job.id)),
-        );
+/// Writes the metrics into `folder/NAME`, for TensorBoard.
+fn write_event_file(ui: &Ui, history: &StepHistory, folder: &Path, job: &str) -> CommandResult {
+    if history.steps.is_empty() {
+        return Err(no_losses(job));
     }
-    let mut curve = Curve {
-        title: job.name.clone(),
-        points: Vec::new(),
+    naming::check_name(&history.name).map_err(|why| Failure::failed(format!("{}: {why}", printable(&history.name))))?;
+    let path = folder.join(&history.name).join(EVENT_FILE);
+    let write = || -> std::io::Result<()> {
+        std::fs::create_dir_all(folder.join(&history.name))?;
+        fsutil::write_atomic(&path, |out| {
+            event_file::write_start(out)?;
+            event_file::write_steps(out, &history.steps)
+        })
+        .map_err(std::io::Error::other)
     };
-    let mut events = Box::pin(api.events(&job.id, 0, false).await?);
-    while let Some(event) = events.next().await.transpose()? {
-        if let EventBody::Metrics { step, values } = event.body
-            && let Some(loss) = value(&values)
-        {
-            // An attempt that resumed from a checkpoint repeats steps; drop the old values.
-            while curve.points.last().is_some_and(|(last, _)| *last >= step) {
-                curve.points.pop();
-            }
-            curve.points.push((step, loss));
-        }
-    }
-    Ok(curve)
+    write().map_err(|error| Failure::file("write", &path, &error))?;
+    ui.notice(&format!(
+        "wrote {} steps to {}: show them with `tensorboard --logdir {}`",
+        history.steps.len(),
+        path.display(),
+        folder.display()
+    ));
+    Ok(Exit::Ok)
+}
+
+fn no_losses(job: &str) -> Failure {
+    Failure::not_found(format!("{} has no losses yet", printable(job)))
+        .hint("a training has its first loss after its first step; a job reports one every `logging.log_every` steps")
 }

@@ -8,6 +8,7 @@ use crate::exit::Exit;
 use crate::extensions::{absolute_programs, check_allowed};
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
+use crate::hub_push::{MESSAGE, Push, hub};
 use crate::job_file::{job_json, parameter_counts};
 use crate::notify::Notify;
 use crate::output::format::gib;
@@ -19,10 +20,10 @@ use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control_plane::{Artifact, JobView, Submission};
 use aitk_common::fsutil;
-use aitk_common::job::LoadedJob;
 use aitk_common::job::change::Change;
 use aitk_common::job::cluster::{ClusterConfig, Labels};
 use aitk_common::job::values::OneOrMany;
+use aitk_common::job::{JobSpec, LoadedJob};
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
@@ -124,7 +125,14 @@ pub async fn run_embedded(
             Err(failure) => Err(failure),
         };
         match checked {
-            Ok((loaded, batches)) => ready.push((path.clone(), loaded, batches)),
+            Ok((loaded, batches)) => {
+                let pushes = pushes(&loaded.spec, directory);
+                // Before the training: a missing token would be noticed hours later.
+                if !pushes.is_empty() {
+                    hub(directory)?;
+                }
+                ready.push((path.clone(), loaded, batches, pushes));
+            }
             Err(failure) if options.recover => {
                 ui.failure(&failure);
                 results.push(RunResult {
@@ -174,7 +182,7 @@ pub async fn run_embedded(
     }
 
     let several = configs.len() > 1;
-    for (path, mut loaded, batches) in ready {
+    for (path, mut loaded, batches, pushes) in ready {
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
@@ -195,6 +203,7 @@ pub async fn run_embedded(
                 }
             }
         };
+        let result = push_results(ui, result, pushes, directory).await;
         let exit = result.exit;
         // No notification after Ctrl-C.
         if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
@@ -230,6 +239,33 @@ pub async fn run_embedded(
         }
     }
     Ok(report)
+}
+
+/// The uploads of the trainings with `save.push_to_hub`.
+fn pushes(spec: &JobSpec, directory: &Path) -> Vec<Push> {
+    let trainings = spec.process.iter().filter_map(|process| process.trainer());
+    trainings
+        .filter_map(|process| Push::of_training(process, &spec.name, directory))
+        .collect()
+}
+
+/// Uploads the results of a config that completed. A failure is printed, and its exit code is that of the config.
+async fn push_results(ui: &Ui, mut result: RunResult, pushes: Vec<Push>, directory: &Path) -> RunResult {
+    if result.exit != Exit::Ok {
+        return result;
+    }
+    for push in pushes {
+        let uploaded = match push.plan(ui, directory) {
+            Ok(plan) => plan.upload(ui, directory, MESSAGE).await.map(drop),
+            Err(failure) => Err(failure),
+        };
+        if let Err(failure) = uploaded {
+            ui.warn("the training is complete, but its results were not uploaded to Hugging Face");
+            ui.failure(&failure);
+            result.exit = failure.exit;
+        }
+    }
+    result
 }
 
 /// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed

@@ -44,6 +44,20 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     let Some(first) = jobs.first().cloned() else {
         return Err(Failure::failed("there is nothing to submit"));
     };
+    let asks_for_push = jobs.iter().any(|job| {
+        job.loaded
+            .spec
+            .process
+            .iter()
+            .filter_map(|process| process.trainer())
+            .any(|process| process.save.push_to_hub)
+    });
+    if asks_for_push {
+        ui.warn(
+            "save.push_to_hub: a job of `aitk submit` is not uploaded to Hugging Face by itself, because workers have no token that may write: \
+             when it is done, `aitk artifacts get JOB -o FOLDER`, then `aitk push` of the run folder in it",
+        );
+    }
     if args.dry_run {
         let text = args.config.as_path();
         let warnings = warned.into_iter().collect();

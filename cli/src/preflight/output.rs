@@ -9,10 +9,15 @@ use std::path::Path;
 
 /// Returns an error for each output folder whose path, or a part of it, is a file.
 pub(super) fn folder_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
-    let folders = spec.process.iter().enumerate().filter_map(|(index, process)| {
-        let (key, folder) = output_folder(process)?;
-        let mut path = expand(folder, directory, &env);
-        if process.trainer().is_some() || process.extension().is_some() {
+    let log_folder = |process: &Process| Some(("log_dir", process.trainer()?.log_dir.clone()?));
+    let folders = spec.process.iter().enumerate().flat_map(|(index, process)| {
+        let results = output_folder(process).map(|(key, folder)| (key, folder.to_owned()));
+        let both = results.into_iter().chain(log_folder(process));
+        both.map(move |(key, folder)| (index, process, key, folder))
+    });
+    let problems = folders.filter_map(|(index, process, key, folder)| {
+        let mut path = expand(&folder, directory, &env);
+        if key != "log_dir" && (process.trainer().is_some() || process.extension().is_some()) {
             path.push(&spec.name);
         }
         let existing = nearest_existing(&path);
@@ -26,7 +31,7 @@ pub(super) fn folder_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
                 .to_string()
         })
     });
-    folders.collect()
+    problems.collect()
 }
 
 /// Returns a warning for each training that may write more than the disk has free. `trainings`: the index of each in

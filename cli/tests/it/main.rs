@@ -27,6 +27,8 @@ mod preflight;
 #[cfg(feature = "embedded")]
 mod preflight_inputs;
 #[cfg(feature = "embedded")]
+mod push;
+#[cfg(feature = "embedded")]
 mod records;
 #[cfg(feature = "embedded")]
 mod run;

@@ -74,6 +74,11 @@ fn a_run_writes_its_metrics_its_log_and_its_loss_curve() {
     assert!(image::open(home.path().join("here.png")).is_ok());
     let json: serde_json::Value = serde_json::from_str(&out(&aitk(&["plot", "out/cat", "--json"]))).unwrap();
     assert_eq!(json["points"].as_array().unwrap().len(), 7);
+    let written = aitk(&["plot", "out/cat", "--tensorboard", "logs"]);
+    assert_eq!(code(&written), 0, "{}", err(&written));
+    let events = std::fs::read(home.path().join("logs/cat/events.out.tfevents.aitk")).unwrap();
+    let losses = events.windows(5).filter(|part| part == b"\x04loss").count();
+    assert_eq!(losses, 7);
     let last = aitk(&["logs", "out/cat", "--tail", "1"]);
     assert!(out(&last).trim_end().ends_with("completed"), "{}", out(&last));
     assert_eq!(code(&aitk(&["plot", "data/"])), 3);

@@ -94,7 +94,7 @@ fn configs_run_in_order_and_recover_continues_after_a_failure() {
 }
 
 #[test]
-fn a_missing_device_is_7_and_a_missing_config_is_3() {
+fn a_missing_device_exits_with_code_7_and_a_missing_config_with_3() {
     let home = Home::new();
     generate(&home, "one");
     let output = home

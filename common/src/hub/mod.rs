@@ -1,7 +1,9 @@
 //! Reads the small files of models on Hugging Face: the list of files, JSON configs, and the headers of weights files.
-//! Workers download whole models, with the same [`client`].
+//! Workers download whole models, with the same [`client`];
+//! [`push`] uploads results.
 
 mod environment;
+pub mod push;
 
 pub use environment::HubEnvironment;
 
@@ -64,8 +66,7 @@ fn gated_message(repo: &str, endpoint: &str, has_token: bool) -> String {
 /// # Errors
 /// When TLS cannot be set up.
 pub fn client(endpoint: &str) -> reqwest::Result<Client> {
-    // Fails if a provider is installed already, which is fine.
-    let _ = rustls::crypto::ring::default_provider().install_default();
+    install_tls();
     let home = Url::parse(endpoint)
         .ok()
         .map(|url| (url.host_str().map(str::to_owned), url.port()));
@@ -86,6 +87,12 @@ pub fn client(endpoint: &str) -> reqwest::Result<Client> {
         .read_timeout(Duration::from_secs(60))
         .redirect(follow)
         .build()
+}
+
+/// Chooses the provider of TLS.
+fn install_tls() {
+    // Fails if a provider is installed already, which is fine.
+    let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
 /// Reads the small files of repositories.

@@ -6,6 +6,7 @@ use super::limits::MAX_DATASETS;
 use super::objective::LossType;
 use super::process::{Img2ImgProcess, TrainerProcess};
 use super::process_type::ProcessType;
+use super::repository::is_repository;
 use super::schema::{ReadContext, join};
 
 impl TrainerProcess {
@@ -15,6 +16,21 @@ impl TrainerProcess {
         let model = &self.model;
         let has_trigger =
             self.trigger_word.is_some() || self.datasets.iter().any(|dataset| dataset.trigger_word.is_some());
+        if self.save.push_to_hub {
+            match self.save.hf_repo_id.as_deref() {
+                None => cx.error_at(
+                    "save.push_to_hub",
+                    "needs `save.hf_repo_id`, the repository to upload to, such as `me/my_lora`",
+                ),
+                Some(repo) if !is_repository(repo) => cx.error_at(
+                    "save.hf_repo_id",
+                    format!(
+                        "`{repo}` is no name of a repository: expected USER/NAME or ORG/NAME, such as `me/my_lora`"
+                    ),
+                ),
+                Some(_) => {}
+            }
+        }
         // A textual inversion trains its word, whatever these say.
         if !train.train_unet && !train.train_text_encoder && self.embedding.is_none() {
             cx.error_at(

@@ -33,6 +33,8 @@ fn derived_keys(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&st
         ProcessKind::Train(process) => {
             let inherited = process.training_folder.is_some() && process.training_folder == body.training_folder;
             keys.add(inherited, "training_folder");
+            let inherited = process.log_dir.is_some() && process.log_dir == body.log_dir;
+            keys.add(inherited, "log_dir");
             if let Some(network) = &process.network {
                 add_network_keys(network, &mut keys);
             }

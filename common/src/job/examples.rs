@@ -185,7 +185,8 @@ fn a_flux_job_is_read() {
         (Some(7), 768, 1024)
     );
     assert_eq!(refused(&job), [""; 0]);
-    assert_eq!(warned(&job), ["push_to_hub"]);
+    assert_eq!(warned(&job), [""; 0]);
+    assert!(trainer.save.push_to_hub && trainer.save.hf_repo_id.is_some());
 }
 
 #[test]

@@ -10,9 +10,9 @@ section! {
         /// No effect, as in ai-toolkit.
         verbose: bool = false, Accepted("never had an effect");
         /// Report to Weights & Biases.
-        use_wandb: bool = false, Ignored("no Weights & Biases logger yet; metrics are in `aitk logs`");
+        use_wandb: bool = false, Ignored("no maintained Rust library writes its format; metrics are in `metrics.jsonl`, and for TensorBoard with `log_dir`");
         /// Write `loss_log.db` for the web UI of ai-toolkit.
-        use_ui_logger: bool = false, Ignored("no `loss_log.db` yet; metrics are in `aitk logs`");
+        use_ui_logger: bool = false, Ignored("aitk does not use that web UI; metrics are in `metrics.jsonl`, and for TensorBoard with `log_dir`");
         /// Weights & Biases project.
         project_name: String = "ai-toolkit".into(), DependsOn("use_wandb");
         /// Weights & Biases run.

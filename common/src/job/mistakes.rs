@@ -20,6 +20,23 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "tab in the indentation",
         ),
         (
+            "push without a repository",
+            with_line_after("training_folder: output", "      save: {push_to_hub: true}"),
+            7,
+            "config.process[0].save.push_to_hub",
+            "needs `save.hf_repo_id`",
+        ),
+        (
+            "push to a path",
+            with_line_after(
+                "training_folder: output",
+                "      save: {push_to_hub: true, hf_repo_id: ../cat}",
+            ),
+            7,
+            "config.process[0].save.hf_repo_id",
+            "expected USER/NAME",
+        ),
+        (
             "duplicate",
             with_line_after("steps: 10", "        steps: 20"),
             14,

@@ -2,8 +2,6 @@
 
 use super::declare::choices;
 
-const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`, `automagic`";
-
 choices! {
     /// An optimizer.
     pub enum OptimizerName("optimizer") {
@@ -46,7 +44,7 @@ choices! {
         /// One learning rate, adapted by a vote.
         Automagic3 = "automagic3", Works;
         /// Experimental.
-        AutomagicExperiment = "automagicexperiment", Refused(LATER);
+        AutomagicExperiment = "automagicexperiment", Refused("an experiment of ai-toolkit; use `automagic3`");
     }
     normalise = normalise_prodigy;
 }

@@ -39,8 +39,9 @@ section! {
         trigger_word: Option<String> = None, Works;
         /// Seed of everything random in the training. Absent: chosen once per job.
         training_seed: Option<i64> = None, Works;
-        /// Folder for TensorBoard.
-        log_dir: Option<String> = None, Ignored("no TensorBoard logger yet; metrics are in `aitk logs`");
+        /// Folder for TensorBoard: `aitk run` writes the metrics of each step into `log_dir/name_YYYYmmdd-HHMMSS`. A job of `aitk submit`
+        /// has them as an artifact.
+        log_dir: Option<String> = None, Works, shown "the job's";
         /// Print step timings every N steps.
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.

@@ -24,12 +24,13 @@ section! {
         max_step_saves_to_keep: u64 = 5, Works;
         /// `safetensors` or `diffusers`; only matters when a full model is saved.
         save_format: SaveFormat = SaveFormat::Safetensors, Works;
-        /// Upload the run folder to Hugging Face at the end.
-        push_to_hub: bool = false, Ignored("nothing is uploaded; take the files from the run folder");
-        /// Repository to upload to.
-        hf_repo_id: Option<String> = None, DependsOn("push_to_hub");
-        /// Whether that repository is private.
-        hf_private: bool = false, DependsOn("push_to_hub");
+        /// `aitk run`: upload saves, samples and a model card to Hugging Face at the end, as `aitk push` does. A job of `aitk submit` is not
+        /// uploaded: use `aitk push`.
+        push_to_hub: bool = false, Works;
+        /// Repository to upload to: `USER/NAME`. Made if it does not exist.
+        hf_repo_id: Option<String> = None, Works;
+        /// Whether a new repository is private.
+        hf_private: bool = false, Works;
     }
 }
 

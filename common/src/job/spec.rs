@@ -26,8 +26,8 @@ section! {
         output_folder: Option<String> = None, Works;
         /// The model is Stable Diffusion 2.x (`job: train`, `job: extract`).
         is_v2: bool = false, Accepted("the family is recognised by the model's files");
-        /// `job: train`: folder for TensorBoard.
-        log_dir: Option<String> = None, Ignored("no TensorBoard logger yet; metrics are in `aitk logs`");
+        /// Default of the processes' `log_dir`.
+        log_dir: Option<String> = None, Works;
         /// No effect here: the seed is read per process.
         training_seed: Option<i64> = None, Ignored("it is read per process: move it into `process`");
         /// `job: extract`: model to subtract.
@@ -316,6 +316,9 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
     }
     match &mut process.kind {
         ProcessKind::Train(process) => {
+            if process.log_dir.is_none() {
+                process.log_dir.clone_from(&body.log_dir);
+            }
             if process.training_folder.is_none() {
                 process.training_folder.clone_from(&body.training_folder);
             }

@@ -56,7 +56,7 @@ pub fn facts(name: &str) -> OptimizerFacts {
     match name.to_ascii_lowercase().as_str() {
         "adam8" | "adamw8" | "adam8bit" | "adamw8bit" => eight_bit(2.0),
         "ademamix8bit" => eight_bit(3.0),
-        "lion" | "adagrad" | "sgd" => full(4.0),
+        "lion" | "adagrad" => full(4.0),
         "lion8bit" => eight_bit(1.0),
         "adafactor" => OptimizerFacts {
             is_factored: true,

@@ -232,6 +232,9 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
         import.error("output_dir", "the config names no folder for the results: set it");
     }
     process.insert("training_folder".into(), json!(output.unwrap_or("")));
+    if let Some(folder) = settings.text("logging_dir") {
+        process.insert("log_dir".into(), json!(folder));
+    }
     if let Some(seed) = settings.whole("seed") {
         process.insert("training_seed".into(), json!(seed));
     }

@@ -369,7 +369,7 @@ const SAMPLES: &[OptionRow] = &[
 
 #[rustfmt::skip]
 const LOGGING: &[OptionRow] = &[
-    row("logging_dir", Text, "", ALL, NoInfluence(LOGGER)),
+    row("logging_dir", Text, "", ALL, Translated("`log_dir`: metrics for TensorBoard. The folder in it is named by the job and the time")),
     row("log_with", Text, "", ALL, NoInfluence(LOGGER)),
     row("log_prefix", Text, "", ALL, NoInfluence(LOGGER)),
     row("log_tracker_name", Text, "", ALL, NoInfluence(LOGGER)),

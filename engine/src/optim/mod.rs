@@ -45,6 +45,7 @@ pub use schedule::{Schedule, ScheduleParams};
 
 use aitk_common::job::optimizer::OptimizerName;
 use aitk_common::job::optimizer_params::OptimizerParams;
+use aitk_common::job::schema::SupportLevel;
 use optimizer::OptimizerSpec;
 
 /// Builds the optimizer that `train.optimizer` names.
@@ -92,12 +93,20 @@ pub fn build(
         other => Err(OptimError::Unknown {
             key: "optimizer",
             value: other.name().into(),
-            known: "adam, adamw, adam8, adamw8, adam8bit, adamw8bit, ademamix8bit, lion, lion8bit, adagrad, \
-                    adafactor, prodigy, prodigy8bit, automagic, automagic2, automagic3, dadaptation, dadaptationadam, \
-                    dadaptationlion (the others are not supported yet)"
-                .into(),
+            known: known_optimizers(),
         }),
     }
+}
+
+/// The names of the optimizers that work.
+fn known_optimizers() -> String {
+    let works = |name: &&OptimizerName| matches!(name.status(), SupportLevel::Works);
+    let names: Vec<&str> = OptimizerName::ALL
+        .iter()
+        .filter(works)
+        .map(|name| name.name())
+        .collect();
+    names.join(", ")
 }
 
 /// As [`build`], for tensors whose learning rates are multiples of the schedule's. `factors`: one for each tensor.

@@ -25,6 +25,7 @@ mod sliders;
 mod step;
 mod switched_loras;
 mod target;
+mod tensorboard;
 mod text;
 mod validation;
 mod validation_loss;
@@ -171,7 +172,8 @@ impl<'a> Run<'a> {
         if let Some(validation) = &mut validation {
             validation.encode(model.codec())?;
         }
-        let metrics = StepRecorder::new(&folder.path);
+        let events = tensorboard::event_log(process, &folder.path, cx);
+        let metrics = StepRecorder::new(&folder.path, events);
         let mut run = Self {
             process,
             seed,

@@ -28,6 +28,8 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
         &[
             "config.training_folder",
             "process.training_folder",
+            "config.log_dir",
+            "process.log_dir",
             "process.output_folder",
             "process.copy_inputs_to",
             "config.output_folder",
@@ -101,6 +103,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "datasets.poi",
             "logging.project_name",
             "logging.run_name",
+            "save.hf_repo_id",
         ],
     ),
     // No code reads them.
@@ -109,8 +112,6 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
         &[
             "config.device",
             "process.device",
-            "config.log_dir",
-            "process.log_dir",
             "process.sqlite_db_path",
             "process.guidance",
             "process.lorm_extract_mode",
@@ -119,7 +120,6 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "model.model_kwargs",
             "model.model_paths",
             "model.compile_mode",
-            "save.hf_repo_id",
             "train.attention_backend",
             "slider.use_adapter",
             "slider.prompt_tensors",

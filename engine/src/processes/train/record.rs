@@ -1,5 +1,6 @@
 //! The metrics of a run's steps: `metrics.jsonl`, and the plot of the loss.
 
+use super::tensorboard::EventLog;
 use super::validation::METRIC;
 use crate::error::{EngineError, Result};
 use crate::training::StepReport;
@@ -53,11 +54,13 @@ pub(super) struct StepRecorder {
     validations: Vec<f64>,
     /// Time and step of the last call of [`Self::seconds_per_step`].
     last_report: (Instant, u64),
+    /// The metrics for TensorBoard.
+    events: Option<EventLog>,
 }
 
 impl StepRecorder {
-    /// A recorder for a run folder. Nothing is read or written before [`Self::open`].
-    pub(super) fn new(folder: &Path) -> Self {
+    /// A recorder for a run folder, and for TensorBoard with `events`. Nothing is read or written before [`Self::open`].
+    pub(super) fn new(folder: &Path, events: Option<EventLog>) -> Self {
         let now = Instant::now();
         Self {
             path: folder.join(METRICS_FILE),
@@ -70,6 +73,7 @@ impl StepRecorder {
             learning_rates: Vec::new(),
             validations: Vec::new(),
             last_report: (now, 0),
+            events,
         }
     }
 
@@ -84,8 +88,7 @@ impl StepRecorder {
         let failed = |error| EngineError::io(&self.path, error);
         let mut earlier: BTreeMap<u64, StepMetrics> = self.earlier.drain(..).map(|entry| (entry.step, entry)).collect();
         if self.path.is_file() {
-            let on_disk = step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)?;
-            earlier.extend(on_disk.into_iter().map(|entry| (entry.step, entry)));
+            earlier.extend(self.on_disk()?.into_iter().map(|entry| (entry.step, entry)));
         }
         earlier.retain(|step, _| *step <= start_step);
         fsutil::write_atomic(&self.path, |out| {
@@ -102,6 +105,9 @@ impl StepRecorder {
             earlier.values().map(value).collect::<Vec<f64>>()
         };
         (self.learning_rates, self.validations) = (column("lr"), column(METRIC));
+        if let Some(events) = &mut self.events {
+            events.set_earlier(earlier.values().cloned());
+        }
         self.resumed = earlier.pop_last().map(|(_, entry)| entry);
         self.begin(start_step);
         Ok(())
@@ -134,6 +140,12 @@ impl StepRecorder {
         self.write(&line)
     }
 
+    /// The metrics in the file.
+    pub(super) fn on_disk(&self) -> Result<Vec<StepMetrics>> {
+        let failed = |error| EngineError::io(&self.path, error);
+        step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)
+    }
+
     /// Adds the loss on fixed images to the step after which the run resumes. Returns the metrics of that step; `None`: they are
     /// not known.
     pub(super) fn add_validation(&mut self, step: u64, loss: f64) -> Option<StepMetrics> {
@@ -145,7 +157,13 @@ impl StepRecorder {
         Some(line)
     }
 
+    /// Writes the metrics of a step. Returns a warning if a file cannot be written, once for each file.
     fn write(&mut self, line: &StepMetrics) -> Option<String> {
+        let for_tensorboard = self.events.as_mut().and_then(|events| events.step(line));
+        self.write_line(line).or(for_tensorboard)
+    }
+
+    fn write_line(&mut self, line: &StepMetrics) -> Option<String> {
         let file = self.file.as_mut()?;
         let text = serde_json::to_string(line).unwrap_or_default();
         // A single write, so that a kill leaves no partial line.
@@ -263,7 +281,7 @@ mod tests {
     fn resuming_from_an_earlier_step_replaces_later_lines() {
         let folder = tempfile::tempdir().unwrap();
         let open = |start| {
-            let mut record = StepRecorder::new(folder.path());
+            let mut record = StepRecorder::new(folder.path(), None);
             record.open(start).unwrap();
             record
         };

@@ -91,3 +91,97 @@ fn log_every_decides_which_steps_are_emitted_but_all_are_recorded() {
     assert_eq!(reported, [3, 6, 7]);
     assert_eq!(metrics(folder.path()).len(), 7);
 }
+
+/// The events of a file, as `(step, tags)`; the first two are the version and the start.
+fn event_steps(file: &Path) -> Vec<(u64, usize)> {
+    let bytes = std::fs::read(file).unwrap();
+    let mut rest = bytes.as_slice();
+    let mut records = Vec::new();
+    while !rest.is_empty() {
+        let length = usize::try_from(u64::from_le_bytes(rest[..8].try_into().unwrap())).unwrap();
+        records.push(&rest[12..12 + length]);
+        rest = &rest[16 + length..];
+    }
+    let contains = |record: &[u8], text: &[u8]| record.windows(text.len()).any(|part| part == text);
+    assert!(contains(records[0], b"brain.Event:2"));
+    let tags: [&[u8]; 2] = [b"\x04loss", b"\x02lr"];
+    (records[2..].iter())
+        // The step is the second field, after nine bytes of time, and small.
+        .map(|record| {
+            (
+                u64::from(record[10]),
+                tags.iter().filter(|tag| contains(record, tag)).count(),
+            )
+        })
+        .collect()
+}
+
+fn event_files(folder: &Path) -> Vec<std::path::PathBuf> {
+    let mut files: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn the_metrics_are_written_for_tensorboard() {
+    let root = tempfile::tempdir().unwrap();
+    let mut process = trainer(root.path(), 7);
+    process.log_dir = Some(root.path().join("logs").display().to_string());
+    stop_at(&spec(process.clone()), 4);
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
+    // A run without a step to do makes no file.
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
+    let folders = event_files(&root.path().join("logs"));
+    let [folder] = folders.as_slice() else {
+        panic!("one folder for the interrupted and the resumed run: {folders:?}");
+    };
+    let name = folder.file_name().unwrap().to_str().unwrap();
+    assert!(
+        name.starts_with("tiny_2") && name.len() == "tiny_20260101-000000".len(),
+        "{name}"
+    );
+    let files = event_files(folder);
+    let [first, second] = files.as_slice() else {
+        panic!("a file for each start: {files:?}");
+    };
+    let both = |steps: std::ops::RangeInclusive<u64>| steps.map(|step| (step, 2)).collect::<Vec<_>>();
+    assert_eq!(event_steps(first), both(1..=4));
+    assert_eq!(event_steps(second), both(1..=7), "the whole curve");
+
+    // The attempt of a job writes into its run folder alone.
+    let other = tempfile::tempdir().unwrap();
+    let mut job = spec(process.clone());
+    job.output_root = Some(other.path().join("out"));
+    let parsed: JobSpec = serde_json::from_value(job.job.clone()).unwrap();
+    job.inputs = (parsed.inputs().into_iter())
+        .map(|input| (input.config_path.clone(), input.config_path.into()))
+        .collect();
+    let (outcome, events) = run_spec(&job);
+    assert_eq!(outcome, Outcome::Completed);
+    assert_eq!(event_files(&root.path().join("logs")), folders);
+    let file = other.path().join("out/tiny/tensorboard/events.out.tfevents.aitk");
+    assert_eq!(event_steps(&file), both(1..=7));
+    let is_upload = |event: &&ChildEvent| {
+        matches!(event, ChildEvent::Artifact { kind, name, .. }
+            if kind == "tensorboard" && name == "tiny/tensorboard/events.out.tfevents.aitk")
+    };
+    assert_eq!(
+        events.iter().filter(is_upload).count(),
+        2,
+        "at the save of step 4, and at the end"
+    );
+
+    // A folder that cannot be made is a warning, and the training goes on.
+    let file = root.path().join("file");
+    std::fs::write(&file, b"").unwrap();
+    process.log_dir = Some(file.display().to_string());
+    std::fs::remove_dir_all(root.path().join("out")).unwrap();
+    let (outcome, events) = run_spec(&spec(process));
+    assert_eq!(outcome, Outcome::Completed);
+    let warnings = (events.iter())
+        .filter(|event| matches!(event, ChildEvent::Log { message, .. } if message.contains("cannot write metrics for TensorBoard")));
+    assert_eq!(warnings.count(), 1);
+}

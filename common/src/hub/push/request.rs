@@ -1,0 +1,200 @@
+//! Requests to the hub that change something: repeated when the hub is busy, and with its words when it refuses.
+
+use super::PushError;
+use crate::hub::install_tls;
+use reqwest::header::{ACCEPT, CONTENT_TYPE};
+use reqwest::{Client, RequestBuilder, Response, StatusCode, redirect};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use std::time::Duration;
+
+/// How often a request is sent.
+pub(super) const MAX_ATTEMPTS: u32 = 5;
+/// The size limit of a response.
+const MAX_RESPONSE_BYTES: usize = 16 << 20;
+/// The time limit of a request, without the time for its body.
+const TIME_LIMIT: Duration = Duration::from_secs(120);
+/// The lowest rate of an upload: slower ones count as stuck.
+const MIN_BYTES_PER_SECOND: u64 = 10_000;
+/// How much of the hub's explanation is shown.
+const MAX_REASON_CHARS: usize = 300;
+/// The media type of the Git LFS Batch API.
+pub(super) const LFS_JSON: &str = "application/vnd.git-lfs+json";
+
+/// Sends requests with the user's token, to the hub alone.
+#[derive(Debug)]
+pub(super) struct Requests {
+    pub(super) client: Client,
+    /// The hub's URL, without `/` at its end.
+    pub(super) endpoint: String,
+    token: String,
+    repo: String,
+}
+
+impl Requests {
+    /// The client follows no redirection, and has no limit on the time between two pieces of a response: none comes while a file is
+    /// sent.
+    pub(super) fn new(endpoint: String, token: &str, repo: &str) -> reqwest::Result<Self> {
+        install_tls();
+        let client = Client::builder()
+            .user_agent(concat!("aitk/", env!("CARGO_PKG_VERSION")))
+            .connect_timeout(Duration::from_secs(15))
+            .redirect(redirect::Policy::none())
+            .build()?;
+        Ok(Self {
+            client,
+            endpoint,
+            token: token.to_owned(),
+            repo: repo.to_owned(),
+        })
+    }
+
+    /// A request to the hub.
+    fn post(&self, url: &str) -> RequestBuilder {
+        self.client.post(url).bearer_auth(&self.token).timeout(TIME_LIMIT)
+    }
+
+    /// Makes a repository. One that exists is no error.
+    pub(super) async fn create(&self, url: &str, body: &serde_json::Value) -> Result<(), PushError> {
+        let request = || self.post(url).json(body);
+        let answer = self.send(url, &request).await?;
+        match answer.status() {
+            StatusCode::CONFLICT => Ok(()),
+            _ => self.check(answer).await.map(drop),
+        }
+    }
+
+    /// Posts JSON and reads a JSON response.
+    pub(super) async fn post_json<T: DeserializeOwned>(
+        &self,
+        url: &str,
+        body: &serde_json::Value,
+    ) -> Result<T, PushError> {
+        let request = || self.post(url).json(body);
+        self.read(url, &request).await
+    }
+
+    /// As [`Self::post_json`], in the media type of Git LFS.
+    pub(super) async fn post_lfs<T: DeserializeOwned>(
+        &self,
+        url: &str,
+        body: &serde_json::Value,
+    ) -> Result<T, PushError> {
+        let request = || {
+            let request = self.post(url);
+            request
+                .header(ACCEPT, LFS_JSON)
+                .header(CONTENT_TYPE, LFS_JSON)
+                .body(body.to_string())
+        };
+        self.read(url, &request).await
+    }
+
+    /// Posts lines of JSON.
+    pub(super) async fn post_lines(&self, url: &str, lines: String) -> Result<(), PushError> {
+        let lines = bytes::Bytes::from(lines);
+        let request = || {
+            let request = self.post(url);
+            let request = request.timeout(time_limit(lines.len() as u64));
+            request.header(CONTENT_TYPE, "application/x-ndjson").body(lines.clone())
+        };
+        let answer = self.send(url, &request).await?;
+        self.check(answer).await.map(drop)
+    }
+
+    async fn read<T: DeserializeOwned>(
+        &self,
+        url: &str,
+        request: &(dyn Fn() -> RequestBuilder + Sync),
+    ) -> Result<T, PushError> {
+        let answer = self.send(url, request).await?;
+        let text = self.check(answer).await?;
+        serde_json::from_slice(&text)
+            .map_err(|error| PushError::Unavailable(format!("the response of {url} is invalid: {error}")))
+    }
+
+    /// Sends a request until the hub is not busy.
+    async fn send(&self, url: &str, request: &(dyn Fn() -> RequestBuilder + Sync)) -> Result<Response, PushError> {
+        let mut delay = Duration::from_secs(1);
+        for attempt in 1.. {
+            let answer = request().send().await;
+            let is_busy = match &answer {
+                Ok(answer) => answer.status().is_server_error() || answer.status() == StatusCode::TOO_MANY_REQUESTS,
+                Err(_) => true,
+            };
+            if !is_busy || attempt >= MAX_ATTEMPTS {
+                return answer.map_err(|error| unavailable(url, &error));
+            }
+            tokio::time::sleep(delay).await;
+            delay *= 2;
+        }
+        Err(PushError::Unavailable(format!("{url}: no response")))
+    }
+
+    /// The body of a response that is no refusal.
+    pub(super) async fn check(&self, answer: Response) -> Result<Vec<u8>, PushError> {
+        let (status, url) = (answer.status(), answer.url().clone());
+        let body = read_body(answer).await?;
+        if status.is_success() {
+            return Ok(body);
+        }
+        let reason = reason(&body, status);
+        Err(match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => PushError::NotAllowed {
+                endpoint: self.endpoint.clone(),
+                repo: self.repo.clone(),
+                reason,
+            },
+            _ => PushError::Refused(format!("{}{}: {reason}", self.endpoint, url.path())),
+        })
+    }
+}
+
+/// The time limit of a request with a body of this length.
+pub(super) fn time_limit(body_bytes: u64) -> Duration {
+    TIME_LIMIT + Duration::from_secs(body_bytes / MIN_BYTES_PER_SECOND)
+}
+
+/// Reads a response up to a size limit.
+async fn read_body(mut answer: Response) -> Result<Vec<u8>, PushError> {
+    let url = answer.url().path().to_owned();
+    let mut body = Vec::new();
+    while let Some(chunk) = answer.chunk().await.map_err(|error| unavailable(&url, &error))? {
+        body.extend_from_slice(&chunk);
+        if body.len() > MAX_RESPONSE_BYTES {
+            return Err(PushError::Unavailable(format!("the response of {url} is too long")));
+        }
+    }
+    Ok(body)
+}
+
+/// What the hub says about a refusal, in printable characters.
+fn reason(body: &[u8], status: StatusCode) -> String {
+    #[derive(Deserialize)]
+    struct Refusal {
+        #[serde(alias = "message")]
+        error: String,
+    }
+    let text = match serde_json::from_slice::<Refusal>(body) {
+        Ok(refusal) => refusal.error,
+        Err(_) => String::new(),
+    };
+    let shown: String = text
+        .chars()
+        .filter(|c| !c.is_control())
+        .take(MAX_REASON_CHARS)
+        .collect();
+    match shown.is_empty() {
+        true => status.to_string(),
+        false => format!("{shown} ({status})"),
+    }
+}
+
+/// An error of a request. Addresses of storage hold signatures, so that the URL is not that of reqwest's message.
+pub(super) fn unavailable(what: &str, error: &reqwest::Error) -> PushError {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    PushError::Unavailable(format!("{what}: {cause}"))
+}
