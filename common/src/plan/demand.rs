@@ -19,7 +19,7 @@ const TRAINING_PASSES: f64 = 3.0;
 /// The same with gradient checkpointing: one more forward pass.
 const CHECKPOINTED_PASSES: f64 = 4.0;
 
-/// The version of what a unit of work is ([`Demand::units`]), for measured speeds that are stored. 0 counted passes; in 1 it was
+/// The version of what a pass is ([`Demand::passes`]), for measured speeds that are stored. 0 counted passes; in 1 it was
 /// FLOPs of families with a U-Net; since 2 it is FLOPs of every family that the planner walks.
 pub const WORK_UNIT: u32 = 2;
 
@@ -28,7 +28,7 @@ pub const WORK_UNIT: u32 = 2;
 pub struct Demand {
     /// The model's family. Measured speeds are stored per family.
     pub family: String,
-    /// Thousandths of a unit of work. A unit is one pass of the family's published denoiser over one 512 x 512 image: of families
+    /// The amount of work, in thousandths of a pass. That is one run of the family's published denoiser over one 512 x 512 image: of families
     /// that the planner walks its FLOPs, with which those of the job are compared; of others the job's passes are counted.
     #[serde(rename = "milliunits")]
     pub millipasses: u64,
@@ -67,13 +67,13 @@ impl Demand {
         let Some(body) = job.pointer("/process/0/kind/generate") else {
             return self;
         };
-        self.millipasses = to_thousandths(self.units() / image_count(body) * images as f64);
+        self.millipasses = to_thousandths(self.passes() / image_count(body) * images as f64);
         self
     }
 
-    /// The amount of work in units.
+    /// The amount of work in passes, see [`Self::millipasses`].
     #[must_use]
-    pub fn units(&self) -> f64 {
+    pub fn passes(&self) -> f64 {
         self.millipasses as f64 / 1000.0
     }
 }

@@ -9,8 +9,8 @@ use aitk_common::control_plane::UnixMillis;
 /// Seconds that a worker takes to fetch an input that it does not have: about the time for a small model over a home
 /// connection. Only the order of magnitude matters: it is compared with hours of work.
 pub(super) const FETCH_SECONDS: f64 = 60.0;
-/// Units of work that are assumed for a job without a prediction: a thousand steps.
-pub(super) const USUAL_UNITS: f64 = 4000.0;
+/// Passes ([`aitk_common::plan::demand::Demand::passes`]) that are assumed for a job without a prediction: a thousand steps.
+pub(super) const USUAL_PASSES: f64 = 4000.0;
 
 /// Why a job does not start now on a device on which it fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +80,7 @@ impl State {
         let elsewhere = job.attempts.last().is_none_or(|last| last.worker != slot.worker);
         let missing = lacking + usize::from(elsewhere && job.checkpoint.is_some());
         let sharing = slot.running.len() as f64 + 1.0;
-        work_left(job) * seconds_per_unit * sharing + missing as f64 * FETCH_SECONDS
+        passes_left(job) * seconds_per_unit * sharing + missing as f64 * FETCH_SECONDS
     }
 
     /// Whether a preemptible job may not start here because a job on this device is being preempted. Otherwise the new job
@@ -94,13 +94,13 @@ impl State {
     }
 }
 
-/// Units of work that a job still has to do, by its prediction and its last progress report.
-pub(super) fn work_left(job: &Job) -> f64 {
+/// Passes that a job still has to do, by its prediction and its last progress report.
+pub(super) fn passes_left(job: &Job) -> f64 {
     let all = job
         .requirements
         .demand
         .as_ref()
-        .map_or(USUAL_UNITS, |demand| demand.units());
+        .map_or(USUAL_PASSES, |demand| demand.passes());
     let done = job.progress.map_or(0.0, |progress| {
         if progress.total == 0 {
             0.0

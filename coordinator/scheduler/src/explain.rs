@@ -1,7 +1,7 @@
 //! Finds out why a job waits and on which devices it could run, with the checks that placement uses.
 
 use super::class_fits::device_fit;
-use super::eligibility::{Obstacle, USUAL_UNITS, work_left};
+use super::eligibility::{Obstacle, USUAL_PASSES, passes_left};
 use super::messages::{MAX_AHEAD, NO_WORKER, fit_line, job_status, no_device, not_this_device, wait_reason};
 use super::model::{ArrayMembership, Job, Preemption, QueueState, Requirements, SlotId, Worker};
 use super::placement::{is_gpu, seconds_until};
@@ -302,7 +302,7 @@ impl State {
         let verdicts = self.check_devices(now, Subject::of(job, &needs));
         Some(Forecast {
             summary,
-            devices: self.forecast(verdicts, &needs, work_left(job), Some(job)),
+            devices: self.forecast(verdicts, &needs, passes_left(job), Some(job)),
         })
     }
 
@@ -332,7 +332,7 @@ impl State {
         let units = requirements
             .demand
             .as_ref()
-            .map_or(USUAL_UNITS, |demand| demand.units());
+            .map_or(USUAL_PASSES, |demand| demand.passes());
         let subject = Subject {
             needs: &needs,
             owner: &requirements.owner,

@@ -3,7 +3,7 @@
 
 use super::changes::Changes;
 use super::class_fits::device_fit;
-use super::eligibility::{FETCH_SECONDS, USUAL_UNITS, work_left};
+use super::eligibility::{FETCH_SECONDS, USUAL_PASSES, passes_left};
 use super::model::{ClassId, Job, Preemption, QueueState, SlotId};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
@@ -37,12 +37,12 @@ struct Takeover {
     to: SlotId,
 }
 
-/// Units of work of a job from its beginning.
-fn total_units(job: &Job) -> f64 {
+/// Passes of a job from its beginning.
+fn total_passes(job: &Job) -> f64 {
     job.requirements
         .demand
         .as_ref()
-        .map_or(USUAL_UNITS, |demand| demand.units())
+        .map_or(USUAL_PASSES, |demand| demand.passes())
 }
 
 impl State {
@@ -62,14 +62,14 @@ impl State {
                 let steps = pace.total.saturating_sub(pace.to) as f64;
                 (
                     steps * step - silent.min(step),
-                    step * pace.total as f64 / total_units(job),
+                    step * pace.total as f64 / total_passes(job),
                 )
             }
             None => {
                 let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
                 let device = &self.slots.get(slot)?.device;
                 let speed = self.speeds.seconds_per_unit(device, family, attempt.profile);
-                let left = work_left(job) * speed - now.since(attempt.created).as_secs_f64();
+                let left = passes_left(job) * speed - now.since(attempt.created).as_secs_f64();
                 if left < 0.0 {
                     return None;
                 }
@@ -101,7 +101,7 @@ impl State {
             QueueState::Ready(class) => self.classes.get(class).map_or(1, |class| class.count),
             _ => 1,
         };
-        let part = total_units(job);
+        let part = total_passes(job);
         let done: f64 = array
             .running
             .iter()
@@ -204,7 +204,7 @@ impl State {
                 let Some((speed, missing)) = self.fit_when_idle(&needs, job, slot_id) else {
                     continue;
                 };
-                let takes = work_left(job) * speed + missing * FETCH_SECONDS + TAKEOVER_SECONDS;
+                let takes = passes_left(job) * speed + missing * FETCH_SECONDS + TAKEOVER_SECONDS;
                 let saved = running.left - takes;
                 if speed < running.speed
                     && takes < running.left * MAX_TIME_SHARE

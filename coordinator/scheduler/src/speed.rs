@@ -32,7 +32,7 @@ impl State {
         if self.slots.get(slot)?.running.len() > 1 || seconds <= 0.0 || pace.total == 0 {
             return None;
         }
-        let units = demand.units() * steps as f64 / pace.total as f64;
+        let units = demand.passes() * steps as f64 / pace.total as f64;
         let measured = seconds / units / slowdown(profile);
         if !measured.is_finite() || measured <= 0.0 {
             return None;

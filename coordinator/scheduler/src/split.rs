@@ -47,7 +47,7 @@ impl State {
             None => by_devices,
             Some(demand) => {
                 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-                let by_time = (demand.units() * best / MIN_PART_SECONDS).clamp(0.0, 1e6) as u64;
+                let by_time = (demand.passes() * best / MIN_PART_SECONDS).clamp(0.0, 1e6) as u64;
                 by_devices.min(by_time)
             }
         }

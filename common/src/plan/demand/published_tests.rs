@@ -185,7 +185,7 @@ fn a_step_of_flux_takes_the_published_time() {
     let job = json!({"process": [{"kind": {"train": {
         "model": {"arch": "flux"}, "network": {"linear": 16},
         "train": {"steps": 1, "dtype": "bf16", "gradient_checkpointing": true}, "datasets": [{"resolution": [1024]}]}}}]});
-    let units = Demand::of_job(&job, None, &[]).unwrap().units();
+    let units = Demand::of_job(&job, None, &[]).unwrap().passes();
     // Its matrix products in bf16.
     let rate = 160_000;
     let seconds = units

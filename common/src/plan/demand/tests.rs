@@ -395,7 +395,7 @@ fn a_preservation_loss_is_more_work_and_a_second_set_of_gradients() {
             job["process"][0]["kind"]["train"]["train"][*key] = value.clone();
         }
         let demand = Demand::of_job(&job, None, &[]).unwrap();
-        (demand.units(), demand.memory)
+        (demand.passes(), demand.memory)
     };
     let (plain, accumulated) = (with(&[]), with(&[("gradient_accumulation", json!(2))]));
     for key in ["diff_output_preservation", "blank_prompt_preservation"] {
@@ -418,7 +418,7 @@ fn a_slider_has_the_passes_of_docs_sliders_md() {
             body["train"]["max_denoising_steps"] = json!(30);
         }
         let demand = Demand::of_job(&job, None, &[]).unwrap();
-        (demand.units(), demand.memory.unwrap())
+        (demand.passes(), demand.memory.unwrap())
     };
     let pairs = json!({"datasets": [{"size": 512}]});
     let (plain, plain_memory) = with("sd_trainer", json!({}));
@@ -459,7 +459,7 @@ fn predictions_to_compare_with_are_a_third_of_a_step_each() {
     let units = |change: Change<'_>| {
         let mut job = lora("sd1", 512, "bf16", 128);
         change(&mut job["process"][0]["kind"]["train"]);
-        Demand::of_job(&job, None, &[]).unwrap().units()
+        Demand::of_job(&job, None, &[]).unwrap().passes()
     };
     let plain = units(&|_| ());
     let cases: [(&str, f64, Change<'_>); 5] = [
@@ -492,25 +492,25 @@ fn work_counts_steps_images_and_pixels() {
     let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None, &[]).unwrap();
     let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None, &[]).unwrap();
     // The forward pass, the same again for the backward pass, and the gradients of what lies between frozen weights.
-    assert!((3000.0..3500.0).contains(&one.units()), "{}", one.units());
+    assert!((3000.0..3500.0).contains(&one.passes()), "{}", one.passes());
     // Attention grows with the square of the pixels.
-    let more = four.units() / one.units();
+    let more = four.passes() / one.passes();
     assert!((4.0..7.0).contains(&more), "{more}");
     let mut full = lora("sd1", 512, "bf16", 4);
     full["process"][0]["kind"]["train"]["network"] = Value::Null;
     let full = Demand::of_job(&full, None, &[]).unwrap();
-    assert!((3900.0..4200.0).contains(&full.units()), "{}", full.units());
+    assert!((3900.0..4200.0).contains(&full.passes()), "{}", full.passes());
     let images = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
         "generate": {"width": 1024, "height": 1024, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a", "b"], "num_repeats": 3}}}}]});
     let made = Demand::of_job(&images, None, &[]).unwrap();
     // Two passes a step, of four times the pixels; and the autoencoder.
-    let passes = made.units() / (6.0 * 20.0 * 2.0 * 4.0);
+    let passes = made.passes() / (6.0 * 20.0 * 2.0 * 4.0);
     assert!((1.0..1.4).contains(&passes), "{passes}");
     assert_eq!(made.family, "sdxl");
     // Attention over the tokens of the text too is a smaller part of a transformer's work.
     let flux = |side| {
         let demand = Demand::of_job(&lora("flux", side, "bf16", 4), None, &[]).unwrap();
-        demand.units() / 1000.0
+        demand.passes() / 1000.0
     };
     // The forward pass, again, and the gradients of what lies between frozen weights.
     assert!((2.8..3.3).contains(&flux(512)), "{}", flux(512));
@@ -523,7 +523,7 @@ fn work_counts_steps_images_and_pixels() {
     );
     // Of families that the planner does not know, passes are counted.
     let wan = Demand::of_job(&lora("wan21", 1024, "bf16", 4), None, &[]).unwrap();
-    assert_eq!(wan.units(), 16_000.0);
+    assert_eq!(wan.passes(), 16_000.0);
 }
 
 #[test]
@@ -535,7 +535,7 @@ fn small_models_are_less_work() {
             text: 100_000,
             ..ParameterCounts::default()
         };
-        Demand::of_job(&job, Some(counts), &[]).unwrap().units()
+        Demand::of_job(&job, Some(counts), &[]).unwrap().passes()
     };
     let (small, usual) = (units(86_000_000), units(860_000_000));
     assert!((0.08..0.2).contains(&(small / usual)), "{small} {usual}");

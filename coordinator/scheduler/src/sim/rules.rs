@@ -64,7 +64,11 @@ fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
     let same = |other: &&Job| array(other) == array(job);
     state.jobs.values().filter(same).any(|other| {
         let pace = other.live.and_then(|live| live.pace);
-        let units = job.requirements.demand.as_ref().map_or(4000.0, |demand| demand.units());
+        let units = job
+            .requirements
+            .demand
+            .as_ref()
+            .map_or(4000.0, |demand| demand.passes());
         let theirs = pace.filter(|pace| pace.to > pace.from).map(|pace| {
             pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64 * pace.total as f64 / units
         });

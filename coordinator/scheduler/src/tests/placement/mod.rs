@@ -411,7 +411,7 @@ fn speeds_are_measured_from_completed_attempts() {
     let units = lora("sd1")
         .requirements()
         .demand
-        .map(|demand| demand.units() / 2000.0 * 50.0);
+        .map(|demand| demand.passes() / 2000.0 * 50.0);
     let expected = 5e9 / units.unwrap();
     let speed = &world.state.workers[&WorkerId::new("w1")].speeds[0];
     assert!((speed.nanoseconds_per_unit as f64 / expected - 1.0).abs() < 1e-6);
