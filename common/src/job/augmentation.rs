@@ -209,7 +209,11 @@ fn read_kind(method: &str, params: &mut Params<'_>) -> AugmentationKind {
             let both = params.symmetric("shift_limit", [-0.0625, 0.0625], 1.0);
             let [low, high] = params.symmetric("scale_limit", [-0.1, 0.1], 10.0);
             // A factor of 0 would leave nothing of the image.
-            params.check("scale_limit", low > -1.0, "expected factors above -1");
+            params.check(
+                "scale_limit",
+                low > -1.0,
+                &format!("expected numbers above -1, which are added to the factor 1, found {low}"),
+            );
             AugmentationKind::ShiftScaleRotate {
                 shift_x: params.symmetric("shift_limit_x", both, 1.0),
                 shift_y: params.symmetric("shift_limit_y", both, 1.0),
@@ -262,17 +266,17 @@ fn read_kind(method: &str, params: &mut Params<'_>) -> AugmentationKind {
 fn read_blur(params: &mut Params<'_>) -> AugmentationKind {
     let sigma = params.up_from_zero("sigma_limit", [0.0, 0.0], 100.0);
     let [low, high] = params.up_from_zero("blur_limit", [3.0, 7.0], MAX_BLUR);
+    let is_size = |side: f64| side == 0.0 || side % 2.0 == 1.0;
+    params.check(
+        "blur_limit",
+        is_size(low) && is_size(high),
+        &format!("expected odd numbers of pixels up to {MAX_BLUR}, or 0, found {low} to {high}"),
+    );
     let low = match low == 0.0 && sigma[0] == 0.0 {
         true => 3.0,
         false => low,
     };
     let high = high.max(low);
-    let is_size = |side: f64| side == 0.0 || side % 2.0 == 1.0;
-    params.check(
-        "blur_limit",
-        is_size(low) && is_size(high),
-        "expected odd numbers of pixels, or 0",
-    );
     AugmentationKind::GaussianBlur {
         size: [low as u32, high as u32],
         sigma,

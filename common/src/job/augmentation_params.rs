@@ -117,13 +117,13 @@ impl<'a> Params<'a> {
         })
     }
 
-    /// One number, which `widened` makes a range, or the two ends of a range.
+    /// The two ends of a range, or one number, which `widened` makes a range; `None`: one number is no range.
     fn range(
         &mut self,
         name: &'static str,
         default: Range,
         bounds: RangeInclusive<f64>,
-        widened: impl Fn(f64) -> Range,
+        widened: Option<&dyn Fn(f64) -> Range>,
     ) -> Range {
         let Some(value) = self.take(name) else { return default };
         let range = match &value {
@@ -131,13 +131,18 @@ impl<'a> Params<'a> {
                 [low, high] => low.as_f64().zip(high.as_f64()).map(|(low, high)| [low, high]),
                 _ => None,
             },
-            number => number.as_f64().map(widened),
+            number => number.as_f64().and_then(|number| Some(widened?(number))),
         };
         match range.filter(|ends| ends.iter().all(|end| bounds.contains(end))) {
             Some(ends) => ends,
             None => {
+                let form = if widened.is_some() {
+                    "a number, or [low, high],"
+                } else {
+                    "two numbers, [low, high], each"
+                };
                 let expected = format!(
-                    "expected a number, or [low, high], from {} to {}, found {value}",
+                    "expected {form} from {} to {}, found {value}",
                     bounds.start(),
                     bounds.end()
                 );
@@ -149,26 +154,32 @@ impl<'a> Params<'a> {
 
     /// A range: one number means minus it to it. In albumentations too, its ends may be in any order.
     pub(super) fn symmetric(&mut self, name: &'static str, default: Range, largest: f64) -> Range {
-        sorted(self.range(name, default, -largest..=largest, |value| [-value.abs(), value.abs()]))
+        sorted(self.range(
+            name,
+            default,
+            -largest..=largest,
+            Some(&|value| [-value.abs(), value.abs()]),
+        ))
     }
 
     /// A range of factors: one number means 1 minus it, at least 0, to 1 plus it.
     pub(super) fn around_one(&mut self, name: &'static str, default: Range) -> Range {
-        sorted(self.range(name, default, 0.0..=100.0, |value| match value < 0.0 {
+        let widened = |value: f64| match value < 0.0 {
             // It is refused.
             true => [value; 2],
             false => [(1.0 - value).max(0.0), 1.0 + value],
-        }))
+        };
+        sorted(self.range(name, default, 0.0..=100.0, Some(&widened)))
     }
 
     /// A range: one number means 0 to it.
     pub(super) fn up_from_zero(&mut self, name: &'static str, default: Range, largest: f64) -> Range {
-        sorted(self.range(name, default, 0.0..=largest, |value| [value.min(0.0), value]))
+        sorted(self.range(name, default, 0.0..=largest, Some(&|value| [value.min(0.0), value])))
     }
 
     /// A range: one number means 1 to it.
     pub(super) fn up_from_one(&mut self, name: &'static str, default: Range, largest: f64) -> Range {
-        sorted(self.range(name, default, 1.0..=largest, |value| [value.min(1.0), value]))
+        sorted(self.range(name, default, 1.0..=largest, Some(&|value| [value.min(1.0), value])))
     }
 
     /// A range of two numbers.
@@ -178,8 +189,7 @@ impl<'a> Params<'a> {
 
     /// Two numbers.
     pub(super) fn pair_in_order(&mut self, name: &'static str, default: Range, bounds: RangeInclusive<f64>) -> Range {
-        // One number is no pair.
-        self.range(name, default, bounds, |_| [f64::NAN; 2])
+        self.range(name, default, bounds, None)
     }
 
     /// `border_mode` and `value`.
@@ -222,7 +232,7 @@ impl<'a> Params<'a> {
             number => byte(number).map(|byte| [byte; 3]),
         };
         colour.unwrap_or_else(|| {
-            let expected = format!("expected a number from 0 to 255, or three, found {value}");
+            let expected = format!("expected a whole number from 0 to 255, or three (blue, green, red), found {value}");
             self.check("value", false, &expected);
             [0; 3]
         })

@@ -92,7 +92,17 @@ fn mistakes_are_reported_with_their_key() {
         (
             json!({"method": "GaussianBlur", "params": {"blur_limit": [3, 6]}}),
             "[0].params.blur_limit",
-            "odd",
+            "odd numbers of pixels up to 199, or 0, found 3 to 6",
+        ),
+        (
+            json!({"method": "GaussianBlur", "params": {"blur_limit": 2}}),
+            "[0].params.blur_limit",
+            "found 0 to 2",
+        ),
+        (
+            json!({"method": "Rotate", "params": {"value": 128.5}}),
+            "[0].params.value",
+            "a whole number from 0 to 255",
         ),
         (
             json!({"method": "RandomBrightnessContrast", "params": {"brightness": 0.1}}),
@@ -107,7 +117,7 @@ fn mistakes_are_reported_with_their_key() {
         (
             json!({"method": "CLAHE", "params": {"tile_grid_size": 8}}),
             "[0].params.tile_grid_size",
-            "[low, high]",
+            "two numbers, [low, high], each from 1 to 64, found 8",
         ),
     ] {
         let mistakes = read_augmentations(&[entry]).unwrap_err();

@@ -128,7 +128,7 @@ section! {
         /// Aspect buckets; all data sets or none. Without buckets: squares of the resolution, cropped from the centre.
         buckets: bool = true, Works;
         /// As `resolution` of sd-scripts without buckets: the width and height of every image, which is scaled to cover them and
-        /// cropped from the centre. Only with `buckets: false`; `resolution` then counts for the prediction of memory.
+        /// cropped from the centre. Only with `buckets: false`. `resolution` then has no effect.
         size: Option<ImageSize> = None, Works;
         /// No effect: the model's divisibility is used.
         bucket_tolerance: u32 = 64, Accepted("the model's divisibility is used, as ai-toolkit did");

@@ -178,6 +178,16 @@ impl ReadContext {
         result
     }
 
+    /// Keeps the positions of the keys in a map of any form, `depth` levels deep, for messages about them.
+    pub fn record_positions(&mut self, node: &Node, depth: usize) {
+        if depth == 0 {
+            return;
+        }
+        for entry in node.entries().into_iter().flatten() {
+            self.descend(&entry.key, entry.mark, |cx| cx.record_positions(&entry.node, depth - 1));
+        }
+    }
+
     /// Returns the entries of a map; adds an error if the node is not a map.
     pub fn read_map<'n>(&mut self, node: &'n Node, title: &str) -> Option<&'n [Entry]> {
         let entries = node.entries();

@@ -8,6 +8,9 @@ use super::schema::{
 
 pub use super::compound::{Float, FloatOrRange, ImageSize, Integer, OneOrMany, TextOrFalse, TextSource};
 
+/// How deep the positions of keys are kept in values of any form, for messages.
+const POSITION_DEPTH: usize = 2;
+
 /// A free-form map, in the order of the document.
 pub type FreeMap = serde_json::Map<String, serde_json::Value>;
 
@@ -307,6 +310,7 @@ impl FieldValue for serde_json::Value {
         if json.is_none() {
             cx.error("numbers must be finite here: .inf and .nan cannot be stored");
         }
+        cx.record_positions(node, POSITION_DEPTH);
         json
     }
     fn show(&self) -> String {
