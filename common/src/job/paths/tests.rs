@@ -77,6 +77,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "train.lr_scheduler_params",
             "train.unconditional_prompt",
             "lr_factors.contains",
+            "layer_ranks.contains",
             "train.diff_output_preservation_class",
             "validation_items.prompt",
             "slider.positive_prompt",
