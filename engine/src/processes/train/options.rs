@@ -324,6 +324,12 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             cache_latents: dataset.cache_latents && dataset.caches_latents(),
             cache_latents_to_disk: dataset.cache_latents_to_disk && dataset.caches_latents(),
             stay_in_folder: cx.has_staged_inputs(),
+            captions_file: dataset
+                .captions_file
+                .as_ref()
+                .map(|path| cx.local_path(path))
+                .transpose()?,
+            excluded: dataset.excluded_images.clone(),
         });
     }
     Ok(out)
