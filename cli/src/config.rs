@@ -11,6 +11,7 @@ use aitk_common::job::change::Change;
 use aitk_common::job::{
     Format, Input, InputKind, JobError, JobSpec, LoadOptions, LoadedJob, dotenv, env_with, load, parse,
 };
+use aitk_common::sd_scripts::Script;
 use std::path::Path;
 
 /// Options for reading a config.
@@ -22,6 +23,8 @@ pub struct ReadOptions<'a> {
     pub changes: &'a [Change],
     /// Appended to the job's name.
     pub suffix: &'a str,
+    /// The script that a config of sd-scripts is for.
+    pub script: Option<Script>,
     /// `${AITK_ARRAY_INDEX}`, for a member of an array.
     pub index: Option<usize>,
 }
@@ -55,18 +58,7 @@ pub fn parse_changes(set: &[String]) -> Result<Vec<Change>, Failure> {
 ///
 /// # Errors
 /// When there is no such config (code 3), or it is wrong or uses a feature that this release does not support (code 1).
-pub fn read(
-    ui: &Ui,
-    config: &Path,
-    name: Option<&str>,
-    changes: &[Change],
-    directory: &Path,
-) -> Result<LoadedJob, Failure> {
-    let options = ReadOptions {
-        name,
-        changes,
-        ..ReadOptions::default()
-    };
+pub fn read(ui: &Ui, config: &Path, directory: &Path, options: ReadOptions<'_>) -> Result<LoadedJob, Failure> {
     let (loaded, warnings) = read_with(config, directory, options)?;
     for warning in &warnings {
         ui.warn(warning);
@@ -102,7 +94,17 @@ pub fn read_with(
         suffix: options.suffix,
         ..LoadOptions::default()
     };
-    let (loaded, notes) = match import_file(Path::new(config), directory, ImportOptions::default())? {
+    let import_options = ImportOptions {
+        script: options.script,
+        ..ImportOptions::default()
+    };
+    let (loaded, notes) = match import_file(Path::new(config), directory, import_options)? {
+        None if options.script.is_some() => {
+            let shown = printable(config);
+            return Err(Failure::usage(format!(
+                "--script is for configs of sd-scripts (.toml), and {shown} is none"
+            )));
+        }
         None => (load(config, &load_options), Vec::new()),
         Some(ImportedFile { path, imported }) => {
             // Positions are those of the YAML.
@@ -202,7 +204,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.yaml");
         std::fs::write(&path, include_str!("templates/job.yaml")).unwrap();
-        let refused = read(&Ui::silent(), &path, None, &[], folder.path()).unwrap_err();
+        let refused = read(&Ui::silent(), &path, folder.path(), ReadOptions::default()).unwrap_err();
         let lines: Vec<&str> = refused.message.lines().collect();
         assert_eq!(lines.len(), 2, "{lines:?}");
         assert!(
@@ -215,7 +217,11 @@ mod tests {
             value: "here".to_owned(),
         };
         let filled = [set("model.name_or_path"), set("datasets[0].folder_path")];
-        read(&Ui::silent(), &path, None, &filled, folder.path()).unwrap();
+        let options = ReadOptions {
+            changes: &filled,
+            ..ReadOptions::default()
+        };
+        read(&Ui::silent(), &path, folder.path(), options).unwrap();
     }
 
     #[test]

@@ -85,9 +85,7 @@ fn failure(shown: &str, errors: &[Finding]) -> Failure {
     let lines: Vec<String> = errors.iter().map(|error| printable(&error.to_string())).collect();
     let failure = Failure::new(Exit::Failed, lines.join("\n"));
     if errors.iter().any(|error| error.message.contains("--script")) {
-        return failure.hint(format!(
-            "write the YAML first: aitk import {shown} --script NAME -o my_lora.yaml"
-        ));
+        return failure.hint(format!("for example: aitk run {shown} --script fine_tune"));
     }
     failure.hint("`aitk help sd-scripts` says what becomes of each option")
 }

@@ -7,6 +7,7 @@
 pub mod attempt;
 pub mod backoff;
 pub mod capability;
+pub mod caption_metadata;
 pub mod checkpoint;
 pub mod confinement;
 pub mod control_plane;

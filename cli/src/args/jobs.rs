@@ -3,6 +3,7 @@
 use super::NotifyArgs;
 use crate::output::format::parse_duration;
 use aitk_common::control_plane::JobState;
+use aitk_common::sd_scripts::Script;
 use clap::Args;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -30,6 +31,9 @@ pub struct SubmitArgs {
     /// Set a key of the config to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// Training script that a config of sd-scripts is for, such as fine_tune [default: found by its options and its model]
+    #[arg(long, value_name = "SCRIPT", value_parser = Script::from_name)]
+    pub script: Option<Script>,
     /// Higher runs first; overrides cluster.priority
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub priority: Option<i32>,
@@ -359,6 +363,9 @@ pub struct ValidateArgs {
     /// Set a key of the config to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// Training script that a config of sd-scripts is for, such as fine_tune [default: found by its options and its model]
+    #[arg(long, value_name = "SCRIPT", value_parser = Script::from_name)]
+    pub script: Option<Script>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -1,6 +1,7 @@
 //! Arguments of the commands that work on this machine, without a server.
 
 use super::NotifyArgs;
+use aitk_common::sd_scripts::Script;
 use clap::Args;
 use std::path::PathBuf;
 
@@ -22,6 +23,9 @@ pub struct RunArgs {
     /// Set a key of the configs to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// Training script that a config of sd-scripts is for, such as fine_tune [default: found by its options and its model]
+    #[arg(long, value_name = "SCRIPT", value_parser = Script::from_name)]
+    pub script: Option<Script>,
     /// Also append everything that is shown to this file
     #[arg(short, long = "log", value_name = "LOGFILE")]
     pub log: Option<PathBuf>,

@@ -1,7 +1,7 @@
 //! `explain` and `fit`: on which devices a job could run, and why not on others.
 
 use crate::args::{ExplainArgs, FitArgs};
-use crate::config;
+use crate::config::{self, ReadOptions};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
@@ -27,7 +27,12 @@ pub(super) async fn explain(context: &Context, args: ExplainArgs) -> CommandResu
 pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let ui = context.ui(true);
     let changes = config::parse_changes(&args.set)?;
-    let loaded = config::read(&ui, &args.config, args.name.as_deref(), &changes, &context.directory)?;
+    let options = ReadOptions {
+        name: args.name.as_deref(),
+        changes: &changes,
+        ..ReadOptions::default()
+    };
+    let loaded = config::read(&ui, &args.config, &context.directory, options)?;
     check_models(&ui, &loaded, &context.directory).await?;
     let batches = image_batches(&loaded, &context.directory).await;
     let submission = submission(&loaded, &args.config, &context.directory, batches)?;

@@ -1,7 +1,7 @@
 //! `run`: runs configs on this machine, as `python run.py` of ai-toolkit does, with an embedded coordinator and worker.
 
 use crate::args::RunArgs;
-use crate::config;
+use crate::config::{self, ReadOptions};
 use crate::context::Context;
 use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, WorkerOffer, find_devices, print_devices};
 use crate::exit::Exit;
@@ -26,6 +26,7 @@ use aitk_common::job::values::OneOrMany;
 use aitk_common::job::{JobSpec, LoadedJob};
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::sd_scripts::Script;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -38,6 +39,8 @@ pub struct RunOptions {
     pub name: Option<String>,
     /// Keys with another value than in the configs.
     pub changes: Vec<Change>,
+    /// The script that configs of sd-scripts are for.
+    pub script: Option<Script>,
     /// `cuda:1`, `cpu`; `None`: the best device.
     pub device: Option<String>,
     /// Programs that the configs may run as extensions: `NAME=PROGRAM`.
@@ -81,6 +84,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
         recover: args.recover,
         name: args.name,
         changes: config::parse_changes(&args.set)?,
+        script: args.script,
         device: args.device,
         allow_extensions: absolute_programs(&args.extensions.allow_extension, &context.directory)?,
         notify,
@@ -113,7 +117,13 @@ pub async fn run_embedded(
     let mut results = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
-        let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
+        let read_options = ReadOptions {
+            name: options.name.as_deref(),
+            changes: &options.changes,
+            script: options.script,
+            ..ReadOptions::default()
+        };
+        let read = config::read(ui, path, directory, read_options);
         let read = read.and_then(|loaded| {
             config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory)?;
             check_allowed(&loaded.spec, &options.allow_extensions).map(|()| loaded)
@@ -478,7 +488,7 @@ mod tests {
                  model: {{name_or_path: {model}, arch: sd1}}\n      generate: {{prompts: [a]}}\n"
             );
             std::fs::write(&config, text).unwrap();
-            let loaded = config::read(&Ui::silent(), &config, None, &[], folder.path()).unwrap();
+            let loaded = config::read(&Ui::silent(), &config, folder.path(), ReadOptions::default()).unwrap();
             let submission = submission(&config, folder.path(), loaded, Vec::new()).unwrap();
             submission.parameter_counts.map(|counts| counts.denoiser)
         };

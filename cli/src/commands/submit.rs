@@ -300,6 +300,7 @@ fn read_one(
         let options = ReadOptions {
             name: args.name.as_deref(),
             changes,
+            script: args.script,
             ..options
         };
         read_with(&args.config, &context.directory, options)

@@ -20,6 +20,7 @@ pub(super) async fn validate(context: &Context, args: ValidateArgs) -> CommandRe
     let options = ReadOptions {
         name: args.name.as_deref(),
         changes: &changes,
+        script: args.script,
         ..ReadOptions::default()
     };
     let (loaded, warnings) = match read_with(&args.config, &context.directory, options) {

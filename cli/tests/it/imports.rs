@@ -144,6 +144,21 @@ fn commands_take_configs_of_sd_scripts_and_say_what_is_wrong_with_them() {
             "none.toml cannot be read",
         ),
         (&["import", "config.toml", "-o", "none/a.yaml"], 3, "no such folder"),
+        (
+            &["run", "config.toml", "--script", "gen_img"],
+            2,
+            "known: train_network",
+        ),
+        (
+            &["submit", "config.toml", "--script", "flux_train_network"],
+            1,
+            "does not fit flux_train_network",
+        ),
+        (
+            &["validate", "config.yaml", "--script", "fine_tune"],
+            2,
+            "--script is for configs of sd-scripts",
+        ),
     ] {
         let output = home.aitk().args(arguments).output().unwrap();
         assert!(

@@ -2,7 +2,9 @@
 
 use super::augmentation;
 use super::declare::{choices, section};
-use super::limits::{MAX_BATCH, MAX_CONTROL_FOLDERS, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
+use super::limits::{
+    MAX_BATCH, MAX_CONTROL_FOLDERS, MAX_EXCLUDED_IMAGES, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE,
+};
 use super::node::Node;
 use super::schema::{FieldValue, PresentKeys, ReadContext, SupportReport, join};
 use super::values::{Float, ImageSize, OneOrMany, TextSource};
@@ -68,6 +70,8 @@ section! {
         folder_path: Option<String> = None, Works, input Dataset;
         /// Folder, or a JSON file that maps image paths to objects such as `{"caption": "a red circle"}`.
         dataset_path: Option<String> = None, Works, shown "`folder_path`", input Dataset;
+        /// Images that are not trained: their paths in the folder, such as `a.png`.
+        excluded_images: Vec<String> = Vec::new(), Works;
         /// Pixel budget: resolution squared. A list makes one data set per resolution over the same files.
         resolution: OneOrMany<u32> = OneOrMany(vec![512]), Works;
         /// Items per batch.
@@ -78,6 +82,9 @@ section! {
         caption_ext: String = ".txt".into(), Works;
         /// Older name of `caption_ext`.
         caption_type: Option<String> = None, Works;
+        /// A metadata file of sd-scripts with the captions and tags of the images in the folder, `.json` or `.jsonl`. Images that it does
+        /// not have are not trained, and caption files are not read.
+        captions_file: Option<String> = None, Works, input PromptFile;
         /// Caption when a file is missing or blank.
         default_caption: Option<String> = None, Works;
         /// Trigger word of this data set.
@@ -314,6 +321,7 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         dataset.control_path = OneOrMany(ui);
     }
     dataset.control_path.0.retain(|path| !path.is_empty());
+    cx.check_item_count("excluded_images", dataset.excluded_images.len(), MAX_EXCLUDED_IMAGES);
     cx.check_item_count("control_path", dataset.control_path.len(), MAX_CONTROL_FOLDERS);
     for path in [
         &mut dataset.folder_path,

@@ -52,6 +52,12 @@ pub const MAX_NOISE_FACTOR: f64 = 100.0;
 pub const MAX_SLIDER_PROMPTS: usize = 256;
 /// Coarser noise tensors of `multires_noise_iterations`.
 pub const MAX_MULTIRES: u32 = 64;
+/// Entries of `datasets[].excluded_images`.
+pub const MAX_EXCLUDED_IMAGES: usize = 100_000;
+
+/// Entries of `network.layer_ranks`.
+pub const MAX_LAYER_RANKS: usize = 1_024;
+
 /// Entries of `train.lr_factors`.
 pub const MAX_LR_FACTORS: usize = 256;
 /// Vectors of a textual inversion: the tokens of a prompt without the two that begin and end it.

@@ -26,6 +26,7 @@ mod from_json;
 pub mod generate;
 mod inputs;
 mod json;
+pub mod layer_rank;
 pub mod limits;
 mod load;
 pub mod logging;
@@ -114,6 +115,9 @@ mod hostile;
 mod image_option_tests;
 #[cfg(test)]
 mod mistakes;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod network_tests;
 #[cfg(test)]
 mod numeric_tests;
 #[cfg(test)]

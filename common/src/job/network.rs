@@ -1,7 +1,8 @@
 //! `network`: the adapter (LoRA, LoCon, DoRA, LoKr, LoHa, whole differences) that is trained while the base model is frozen.
 
 use super::declare::{choices, section};
-use super::limits::{MAX_FACTOR, MAX_RANK};
+use super::layer_rank::LayerRank;
+use super::limits::{MAX_FACTOR, MAX_LAYER_RANKS, MAX_RANK};
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
 
@@ -78,6 +79,8 @@ section! {
         conv: Option<u32> = None, Works;
         /// Alpha for larger convolutions.
         conv_alpha: Option<f64> = None, Works, shown "`conv`";
+        /// Other ranks and alphas for some of the layers; the first entry whose text is in a layer's name is used.
+        layer_ranks: Vec<LayerRank> = Vec::new(), Works;
         /// Chance that an input of the up projection is dropped while training; for `lora`, `locon` and `dora`.
         dropout: Option<f64> = None, Works;
         /// sd-scripts' limit of the norm of each layer's change, after each step; 1 is usual. Only for `lora`, `lokr` and `loha`.
@@ -99,6 +102,9 @@ section! {
         layer_offloading: bool = false, Ignored("saves memory only; the LoRA stays on the device");
         /// Start from this LoRA if the run has no checkpoint yet.
         pretrained_lora_path: Option<String> = None, Works, input Lora;
+        /// `type: lora`: train the layers that `pretrained_lora_path` has, each with its rank and alpha there. Memory is planned for
+        /// `linear` and `conv`: set them to the largest ranks of the file.
+        ranks_of_pretrained_lora: bool = false, Works;
         /// Also train full deltas for norms, embeddings and biases.
         all_layers: bool = false, Refused("full deltas are not trained yet");
     }
@@ -178,9 +184,41 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     }
     cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     check_dropout(network, cx);
+    check_layer_ranks(network, cx);
+    check_ranks_of_file(network, cx);
     if network.kind == NetworkType::Lokr {
         finish_lokr(network, cx);
     }
+}
+
+fn check_layer_ranks(network: &NetworkConfig, cx: &mut ReadContext) {
+    cx.check_item_count("layer_ranks", network.layer_ranks.len(), MAX_LAYER_RANKS);
+    let problem = match network.kind {
+        NetworkType::Lokr if network.lokr_full_rank => {
+            "has no effect with `lokr_full_rank: true`: set that to false, or remove it"
+        }
+        NetworkType::Fullrank => "has no effect on `type: fullrank`, which has no ranks: remove it",
+        _ => return,
+    };
+    if !network.layer_ranks.is_empty() {
+        cx.error_at("layer_ranks", problem);
+    }
+}
+
+fn check_ranks_of_file(network: &NetworkConfig, cx: &mut ReadContext) {
+    if !network.ranks_of_pretrained_lora {
+        return;
+    }
+    let problem = if network.pretrained_lora_path.is_none() {
+        "needs `pretrained_lora_path`, the LoRA whose ranks are used"
+    } else if !matches!(network.kind, NetworkType::Lora | NetworkType::Lierla) {
+        "is for `type: lora`: set `linear` and `conv` to the ranks of the file"
+    } else if !network.layer_ranks.is_empty() {
+        "cannot be used together with `layer_ranks`: remove one of them"
+    } else {
+        return;
+    };
+    cx.error_at("ranks_of_pretrained_lora", problem);
 }
 
 /// Each type of network drops what the software that it is from drops.

@@ -119,10 +119,7 @@ fn known_params(name: OptimizerName) -> [&'static [(&'static str, ParamKind)]; 2
                 ("weight_decay", ParamKind::NonNegative),
                 ("scale_parameter", ParamKind::Bool),
             ],
-            &[
-                ("relative_step", ParamKind::OnlyFalse),
-                ("warmup_init", ParamKind::OnlyFalse),
-            ],
+            &[("relative_step", ParamKind::Bool), ("warmup_init", ParamKind::Bool)],
         ],
         OptimizerName::Prodigy => [PRODIGY, &[("fsdp_in_use", ParamKind::OnlyFalse)]],
         OptimizerName::Prodigy8Bit => [
@@ -291,6 +288,9 @@ impl OptimizerParams {
         {
             problems.push(("min_lr".into(), format!("{min:e} is above max_lr, which is {max:e}")));
         }
+        if name == OptimizerName::Adafactor && read.flag("warmup_init", false) && !read.flag("relative_step", false) {
+            problems.push(("warmup_init".into(), "needs relative_step: true".into()));
+        }
         if problems.is_empty() { Ok(read) } else { Err(problems) }
     }
 
@@ -375,7 +375,12 @@ mod tests {
             (OptimizerName::AdamW8Bit, json!({"betas": [0.9]}), "two numbers"),
             (OptimizerName::AdamW8Bit, json!({"min_8bit_size": -1}), "whole number"),
             (OptimizerName::Lion, json!({"eps": 1e-8}), "known: betas, weight_decay"),
-            (OptimizerName::Adafactor, json!({"relative_step": true}), "only false"),
+            (OptimizerName::Adafactor, json!({"relative_step": 1}), "true or false"),
+            (
+                OptimizerName::Adafactor,
+                json!({"warmup_init": true}),
+                "needs relative_step: true",
+            ),
             (OptimizerName::Adafactor, json!({"eps": [1e-8]}), "two numbers"),
             (OptimizerName::Prodigy, json!({"d0": 0}), "above 0"),
             (

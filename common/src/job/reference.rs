@@ -7,6 +7,7 @@ use super::dataset::DatasetConfig;
 use super::embedding::EmbeddingConfig;
 use super::extension::ExtensionProcess;
 use super::generate::{GenerateConfig, Img2ImgConfig};
+use super::layer_rank::LayerRank;
 use super::logging::LoggingConfig;
 use super::lr_factor::LrFactor;
 use super::model::ModelConfig;
@@ -68,6 +69,7 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ("`generate` of `to_folder`", GenerateConfig::describe(), false),
         ("`config.process[]`: `batch_img2img`", Img2ImgProcess::describe(), false),
         ("`generate` of `batch_img2img`", Img2ImgConfig::describe(), false),
+        ("`network.layer_ranks[]` (ours)", LayerRank::describe(), false),
         ("`train.lr_factors[]` (ours)", LrFactor::describe(), false),
         ("`train.validation_config`", ValidationConfig::describe(), false),
         (

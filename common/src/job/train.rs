@@ -42,6 +42,7 @@ section! {
         /// `prodigy8bit` and the dadaptations an `lr` below 0.1 is read as 1. For `automagic` and `automagic2` an `lr` above
         /// 1e-3 is read as 1e-6. All automagics start at `lr` and then adapt it themselves; `lr_scheduler` is ignored. The
         /// gradients of `adafactor`, `automagic2` and (unless its parameters set `fused: false`) `automagic3` are not clipped.
+        /// With `relative_step: true` in `optimizer_params`, `adafactor` chooses the learning rate itself, and `lr` has no effect.
         optimizer: OptimizerName = OptimizerName::AdamW, Works;
         /// Parameters of the optimizer: `weight_decay`, `betas`, …; an unknown one is an error that lists the known ones.
         optimizer_params: FreeMap = FreeMap::new(), Works;
@@ -364,6 +365,11 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("embedding_lr", train.embedding_lr.unwrap_or_default(), 0.0..=MAX_FACTOR);
     lr_factor::check(&train.lr_factors, train.optimizer, cx);
+    let chooses_rates = train.optimizer_params.get("relative_step") == Some(&true.into());
+    if chooses_rates && !train.lr_factors.is_empty() {
+        let message = "has no effect with `optimizer_params.relative_step`, with which the optimizer chooses the learning rates: remove one of them";
+        cx.error_at("lr_factors", message);
+    }
     cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
     for (key, value) in [
         ("noise_offset", train.noise_offset),

@@ -2,6 +2,7 @@
 //! generation. The total is that of the largest phase.
 
 mod conditions;
+mod layer_ranks;
 mod phases;
 mod training;
 mod work;
@@ -24,6 +25,7 @@ use super::walk::build::{
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
 use crate::job::network::LOKR_FULL_RANK;
+use layer_ranks::layer_ranks;
 use serde_json::Value;
 
 pub(super) use training::preserves;
@@ -218,6 +220,7 @@ impl<'a> Job<'a> {
             } else {
                 conv_rank.map(|rank| rank.min(1e5))
             },
+            layer_ranks: layer_ranks(network, rank, conv_rank.unwrap_or(0.0)),
             dropout: [
                 "/dropout",
                 "/network_kwargs/rank_dropout",

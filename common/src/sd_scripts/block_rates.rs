@@ -4,6 +4,7 @@
 use super::arguments::Argument;
 use super::report::Import;
 use super::script::ScriptFamily;
+use super::unet_blocks::{block_counts, unet_blocks};
 use std::f64::consts::FRAC_PI_2;
 
 /// Why they are refused for other networks.
@@ -44,7 +45,7 @@ pub(super) fn block_rates(import: &mut Import<'_>, given: &[Argument], convoluti
         None => 0.0,
     };
     let is_xl = family == ScriptFamily::Sdxl;
-    let counts = if is_xl { [9, 3, 9] } else { [12, 1, 12] };
+    let counts = block_counts(is_xl);
     let mut weights: Vec<Vec<f64>> = Vec::new();
     for ((text, count), is_middle) in texts.iter().zip(counts).zip([false, true, false]) {
         let mut list = match text {
@@ -58,15 +59,12 @@ pub(super) fn block_rates(import: &mut Import<'_>, given: &[Argument], convoluti
                 .collect(),
         );
     }
-    let blocks = if is_xl {
-        blocks_of_xl(convolutions)
-    } else {
-        blocks_of_sd(convolutions)
-    };
-    let weighted = blocks.into_iter().filter_map(|(name, part, index)| {
-        let weight = *weights.get(part)?.get(index)?;
-        Some(Block { name, weight })
-    });
+    let weighted = unet_blocks(is_xl, convolutions)
+        .into_iter()
+        .filter_map(|(name, part, index)| {
+            let weight = *weights.get(part)?.get(index)?;
+            Some(Block { name, weight })
+        });
     weighted.collect()
 }
 
@@ -118,59 +116,4 @@ fn weights_of(import: &mut Import<'_>, argument: &Argument, count: usize, is_mid
         }
     };
     weights.into_iter().map(|weight| weight + base).collect()
-}
-
-/// A name, the list in which its weight is (down, middle, up), and the place in the list.
-type Placed = (String, usize, usize);
-
-/// The layers of `count` blocks on one side. `attentions`: which of them have attentions.
-fn side(
-    (part, prefix): (usize, &str),
-    count: usize,
-    attentions: &[usize],
-    convolutions: bool,
-    place: impl Fn(usize, usize) -> usize,
-) -> Vec<Placed> {
-    let per_block = if part == 0 { 2 } else { 3 };
-    let sampler = if part == 0 { "downsamplers" } else { "upsamplers" };
-    let mut found = Vec::new();
-    for block in 0..count {
-        for layer in 0..per_block {
-            let mut add =
-                |kind: &str| found.push((format!("{prefix}.{block}.{kind}.{layer}."), part, place(block, layer)));
-            if attentions.contains(&block) {
-                add("attentions");
-            }
-            if convolutions {
-                add("resnets");
-            }
-        }
-        // The last block has none.
-        if convolutions && block + 1 < count {
-            found.push((format!("{prefix}.{block}.{sampler}.0."), part, place(block, 2)));
-        }
-    }
-    found
-}
-
-const DOWN: (usize, &str) = (0, "down_blocks");
-const UP: (usize, &str) = (2, "up_blocks");
-
-/// Stable Diffusion 1 and 2: the first of the twelve places on the way down is that of the first convolution, which has no LoRA.
-fn blocks_of_sd(convolutions: bool) -> Vec<Placed> {
-    let mut found = side(DOWN, 4, &[0, 1, 2], convolutions, |block, layer| 1 + 3 * block + layer);
-    found.push(("mid_block.".into(), 1, 0));
-    found.extend(side(UP, 4, &[1, 2, 3], convolutions, |block, layer| 3 * block + layer));
-    found
-}
-
-fn blocks_of_xl(convolutions: bool) -> Vec<Placed> {
-    let mut found = side(DOWN, 3, &[1, 2], convolutions, |block, layer| 1 + 3 * block + layer);
-    found.push(("mid_block.attentions.0.".into(), 1, 1));
-    if convolutions {
-        found.push(("mid_block.resnets.0.".into(), 1, 0));
-        found.push(("mid_block.resnets.1.".into(), 1, 2));
-    }
-    found.extend(side(UP, 3, &[0, 1], convolutions, |block, layer| 3 * block + layer));
-    found
 }

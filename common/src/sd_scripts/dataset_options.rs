@@ -22,8 +22,8 @@ pub(super) const DATASET: &[OptionRow] = &[
     row("max_bucket_reso", Whole, "max_bucket_reso", ALL, NoInfluence("aitk's buckets have the area of the resolution")),
     row("bucket_reso_steps", Whole, "bucket_reso_steps", ALL, NoInfluence("aitk's buckets are multiples of what the model needs")),
     row("network_multiplier", Number, "1.0", ALL, Translated("`network_weight`")),
-    row("validation_split", Number, "0", ALL, refused(options::VALIDATION)),
-    row("validation_seed", Whole, "", ALL, NoInfluence("only validation_split uses it, which is refused")),
+    row("validation_split", Number, "0", ALL, Translated("`excluded_images`, and `train.validation_config`: the images that sd-scripts holds out")),
+    row("validation_seed", Whole, "", ALL, Translated(options::VALIDATION_SEED)),
 ];
 
 /// Of `[[datasets.subsets]]`, `[[datasets]]` and `[general]`.
@@ -61,5 +61,5 @@ pub(super) const SUBSET: &[OptionRow] = &[
     row("is_reg", Flag, "false", ALL, Translated("`is_reg`")),
     row("alpha_mask", Flag, "alpha_mask", ALL, Translated("`alpha_mask`")),
     row("conditioning_data_dir", Text, "", ALL, Translated("`mask_path`, with masked_loss")),
-    row("metadata_file", Text, "", ALL, refused(options::METADATA_FILE)),
+    row("metadata_file", Text, "", ALL, Translated("`captions_file`, of the images in image_dir")),
 ];

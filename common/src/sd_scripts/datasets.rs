@@ -4,12 +4,15 @@ use super::dataset_options::{DATASET, SHARED, SUBSET};
 use super::document::{Entry, MAX_BYTES, Position, Table, Value, finding, parse_json, parse_toml};
 use super::epochs::{BucketOptions, CountedDataset, CountedSubset};
 use super::folders::{Folder, repeats_and_class};
+use super::held_out::{Captions, HeldOut, split};
 use super::image_size::image_size;
 use super::option::{OptionRow, size_of};
 use super::report::{Import, Section, number};
 use super::settings::Settings;
+use crate::caption_metadata::CaptionMetadata;
 use crate::fsutil::regular;
 use crate::job::Finding;
+use crate::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::{Value as Json, json};
 use std::path::{Path, PathBuf};
 
@@ -122,8 +125,8 @@ pub(super) fn read(import: &mut Import<'_>, dataset_config: Option<&Path>) -> Da
         }
         return read_config(import, &path);
     }
-    if settings.is_set("in_json") {
-        return Datasets::default();
+    if let Some(table) = import.preset_datasets.take() {
+        return datasets_of(import, table, &settings.file);
     }
     if !settings.is_set("train_data_dir") {
         import.error(
@@ -131,6 +134,9 @@ pub(super) fn read(import: &mut Import<'_>, dataset_config: Option<&Path>) -> Da
             "the config names no images: set train_data_dir or dataset_config",
         );
         return Datasets::default();
+    }
+    if settings.is_set("in_json") {
+        return with_metadata(import);
     }
     let mut dataset = Dataset::default();
     for (option, is_reg) in [("train_data_dir", false), ("reg_data_dir", true)] {
@@ -140,6 +146,31 @@ pub(super) fn read(import: &mut Import<'_>, dataset_config: Option<&Path>) -> Da
     Datasets {
         general: Settings::default(),
         datasets: vec![dataset],
+    }
+}
+
+/// The images of `train_data_dir` with the captions of `in_json`.
+fn with_metadata(import: &mut Import<'_>) -> Datasets {
+    let settings = import.settings;
+    if settings.is_set("reg_data_dir") {
+        import.note("reg_data_dir", "ignored: there is an in_json");
+    }
+    let entry = |key: &str, option: &str| {
+        settings.text(option).map(|text| Entry {
+            key: key.to_owned(),
+            value: Value::Text(text.to_owned()),
+            at: settings.position(option),
+        })
+    };
+    let table = [entry("image_dir", "train_data_dir"), entry("metadata_file", "in_json")];
+    let table: Table = table.into_iter().flatten().collect();
+    let subset = Settings::read(table, &settings.file, find_any, std::iter::empty(), &mut import.errors);
+    Datasets {
+        general: Settings::default(),
+        datasets: vec![Dataset {
+            options: Settings::default(),
+            subsets: vec![subset],
+        }],
     }
 }
 
@@ -344,9 +375,14 @@ impl Datasets {
         folders.chain(datasets).chain([&self.general])
     }
 
-    /// The entries of `datasets`, and what decides the number of batches.
-    pub(super) fn sections(&self, import: &mut Import<'_>, training: &Training) -> (Vec<Json>, Vec<CountedDataset>) {
+    /// The entries of `datasets`, what decides the number of batches, and the images that are held out.
+    pub(super) fn sections(
+        &self,
+        import: &mut Import<'_>,
+        training: &Training,
+    ) -> (Vec<Json>, Vec<CountedDataset>, HeldOut) {
         let (mut sections, mut counted) = (Vec::new(), Vec::new());
+        let mut held_out = HeldOut::default();
         let flips: Vec<bool> = self
             .datasets
             .iter()
@@ -363,7 +399,7 @@ impl Datasets {
             };
             for subset in &dataset.subsets {
                 let levels = self.levels(import.settings, dataset, subset);
-                if let Some(section) = subset_section(import, &levels, training, some_flip, &mut count) {
+                if let Some(section) = subset_section(import, &levels, training, some_flip, &mut count, &mut held_out) {
                     sections.push(Json::Object(section));
                 }
             }
@@ -383,7 +419,7 @@ impl Datasets {
                 },
             );
         }
-        (sections, counted)
+        (sections, counted, held_out)
     }
 
     fn levels<'a>(&'a self, training: &'a Settings, dataset: &'a Dataset, subset: &'a Settings) -> Levels<'a> {
@@ -405,15 +441,14 @@ fn subset_section(
     training: &Training,
     some_flip: bool,
     count: &mut CountedDataset,
+    held_out: &mut HeldOut,
 ) -> Option<Section> {
     let Some(folder) = levels.text("image_dir") else {
-        if levels.text("metadata_file").is_none() {
-            levels.error(
-                "image_dir",
-                "this subset names no folder: set image_dir",
-                &mut import.errors,
-            );
-        }
+        levels.error(
+            "image_dir",
+            "this subset names no folder: set image_dir",
+            &mut import.errors,
+        );
         return None;
     };
     let repeats = levels.whole("num_repeats", i64::MIN, 1, &mut import.errors);
@@ -447,10 +482,13 @@ fn subset_section(
     if batch_size != training.batch_size {
         section.insert("batch_size".into(), json!(batch_size));
     }
-    section.insert(
-        "caption_ext".into(),
-        json!(levels.text("caption_extension").unwrap_or(".caption")),
-    );
+    match levels.text("metadata_file") {
+        Some(file) => section.insert("captions_file".into(), json!(file)),
+        None => section.insert(
+            "caption_ext".into(),
+            json!(levels.text("caption_extension").unwrap_or(".caption")),
+        ),
+    };
     if let Some(class) = levels.text("class_tokens") {
         section.insert("default_caption".into(), json!(class));
     }
@@ -474,11 +512,16 @@ fn subset_section(
     if training.loss_factor != 1.0 {
         section.insert("loss_multiplier".into(), number(training.loss_factor));
     }
+    let excluded = match is_reg || levels.text("metadata_file").is_some() {
+        true => without_metadata(import, levels, &path)?,
+        false => hold_out(import, levels, (folder, &path), batch_size, held_out, &mut section)?,
+    };
     size?;
     count.subsets.push(CountedSubset {
         folder: path,
         repeats: u64::try_from(repeats).unwrap_or(1),
         is_reg,
+        excluded,
     });
     Some(section)
 }
@@ -589,6 +632,121 @@ fn resolution(
         count.buckets = Some(options);
     }
     Some(())
+}
+
+/// The images of a folder that its metadata file does not have.
+fn without_metadata(import: &mut Import<'_>, levels: &Levels<'_>, folder: &Path) -> Option<Vec<PathBuf>> {
+    let Some(file) = levels.text("metadata_file") else {
+        return Some(Vec::new());
+    };
+    if levels.number("validation_split") > 0.0 {
+        let message = "sd-scripts divides no data set with a metadata_file: remove one of them";
+        levels.error("validation_split", message, &mut import.errors);
+        return None;
+    }
+    let path = import.directory.join(file);
+    let shown = file.escape_debug();
+    let text = match regular::read_text(&path, MAX_TEXT_FILE_BYTES) {
+        Ok(text) => text,
+        Err(error) => {
+            levels.error(
+                "metadata_file",
+                format!("`{shown}` cannot be read: {error}"),
+                &mut import.errors,
+            );
+            return None;
+        }
+    };
+    match CaptionMetadata::parse(&text, file.ends_with(".jsonl")) {
+        Ok(metadata) => {
+            let images = Folder::read(folder).map(|folder| folder.images).unwrap_or_default();
+            let is_missing = |image: &PathBuf| {
+                metadata
+                    .find(Path::new(image.file_name().unwrap_or_default()))
+                    .is_none()
+            };
+            Some(images.into_iter().filter(is_missing).collect())
+        }
+        Err(what) => {
+            levels.error("metadata_file", format!("`{shown}`: {what}"), &mut import.errors);
+            None
+        }
+    }
+}
+
+/// Divides a folder as `validation_split` says; returns the images that are not trained.
+fn hold_out(
+    import: &mut Import<'_>,
+    levels: &Levels<'_>,
+    (folder, path): (&str, &Path),
+    batch_size: u64,
+    held_out: &mut HeldOut,
+    section: &mut Section,
+) -> Option<Vec<PathBuf>> {
+    // Scripts for whole models and words know it in data set configs only.
+    let is_known = |settings: &Settings| import.script.trains_adapter() || !std::ptr::eq(settings, import.settings);
+    if !levels
+        .level("validation_split")
+        .is_some_and(|(settings, _)| is_known(settings))
+    {
+        return Some(Vec::new());
+    }
+    let share = levels.number("validation_split");
+    if !(0.0..=1.0).contains(&share) {
+        levels.error("validation_split", "expected a share from 0 to 1", &mut import.errors);
+    }
+    if !(share > 0.0 && share <= 1.0) {
+        return Some(Vec::new());
+    }
+    let shown = folder.escape_debug();
+    let Some(found) = Folder::read(path) else {
+        let message = format!(
+            "the images in `{shown}` have to be listed for it, and this folder cannot be read: import where they are"
+        );
+        levels.error("validation_split", message, &mut import.errors);
+        return None;
+    };
+    let seed = match levels.value("validation_seed") {
+        Some(Value::Whole(seed)) => *seed,
+        _ => {
+            let message = "without validation_seed, sd-scripts divides the images anew for the validation, so that it validates images that it \
+                           trains on; aitk holds them out, by seed";
+            import.notes.push(levels.at("validation_split", message));
+            import.settings.whole("seed").unwrap_or(0)
+        }
+    };
+    let count = found.images.len();
+    let split = split(found.images, share, seed);
+    if count > 0 && split.excluded.len() == count {
+        let message = format!("leaves no image of `{shown}` to train: lower it");
+        levels.error("validation_split", message, &mut import.errors);
+        return None;
+    }
+    // aitk trains no `.bmp`, so that they need not be excluded.
+    let is_trained = |image: &&PathBuf| {
+        image
+            .extension()
+            .is_some_and(|ending| !ending.eq_ignore_ascii_case("bmp"))
+    };
+    let names = split
+        .excluded
+        .iter()
+        .filter(is_trained)
+        .filter_map(|image| image.file_name());
+    let names: Vec<_> = names.map(|name| name.to_string_lossy()).collect();
+    if !names.is_empty() {
+        section.insert("excluded_images".into(), json!(names));
+    }
+    let captions = Captions {
+        extension: levels.text("caption_extension").unwrap_or(".caption"),
+        default: levels.text("class_tokens").unwrap_or(""),
+        prefix: levels.text("caption_prefix"),
+        suffix: levels.text("caption_suffix"),
+    };
+    let resolution = levels.value("resolution").and_then(size_of);
+    let side = resolution.map_or(512.0, |(width, height)| (f64::from(width) * f64::from(height)).sqrt());
+    held_out.add(folder, &split.validated, &captions, (side as u32, batch_size));
+    Some(split.excluded)
 }
 
 /// Keys about captions.

@@ -18,6 +18,8 @@ pub(super) struct CountedSubset {
     pub folder: PathBuf,
     pub repeats: u64,
     pub is_reg: bool,
+    /// Its images that are not trained.
+    pub excluded: Vec<PathBuf>,
 }
 
 /// The options of buckets.
@@ -83,7 +85,8 @@ fn repeated_images(dataset: &CountedDataset) -> Result<Vec<(PathBuf, u64)>, Stri
                 subset.folder.display().to_string().escape_debug()
             )
         })?;
-        let images = folder.images.into_iter().map(|path| (path, subset.repeats));
+        let trained = folder.images.into_iter().filter(|path| !subset.excluded.contains(path));
+        let images = trained.map(|path| (path, subset.repeats));
         if subset.is_reg {
             reg.extend(images)
         } else {
@@ -222,6 +225,7 @@ mod tests {
             folder: folder.path().join(name),
             repeats,
             is_reg,
+            excluded: Vec::new(),
         };
         let mut dataset = CountedDataset {
             batch_size: 4,
@@ -235,6 +239,8 @@ mod tests {
         );
         dataset.subsets.remove(1);
         assert_eq!(batches(std::slice::from_ref(&dataset)), Ok(4));
+        dataset.subsets[0].excluded = vec![folder.path().join("train/3.png"), folder.path().join("train/4.png")];
+        assert_eq!(batches(std::slice::from_ref(&dataset)), Ok(3), "9 images");
         dataset.subsets[0].folder = folder.path().join("missing");
         assert!(batches(&[dataset]).unwrap_err().contains("max_train_steps"));
     }

@@ -1,10 +1,13 @@
-//! JSON presets of the kohya GUI's LoRA tab. The GUI turns its fields into options of sd-scripts; so does this module.
+//! JSON presets of the kohya GUI's tabs for LoRAs, DreamBooth and fine-tuning. The GUI turns their fields into options of sd-scripts; so
+//! does this module.
 
-use super::document::{Entry, Position, Table, Value, finding};
+use super::document::{Position, Table, Value, finding};
 use super::folders::Folder;
+use super::gui_fields::{Fields, Options};
+use super::gui_tab::{Tab, fine_tuning_data, fine_tuning_steps};
 use super::option::{Kind, nearest};
 use super::options;
-use super::script::Script;
+use super::script::{Script, ScriptFamily};
 use super::settings::shortened;
 use crate::job::Finding;
 use std::path::Path;
@@ -15,6 +18,8 @@ pub(super) struct Preset {
     pub script: Option<Script>,
     /// The text of its prompts.
     pub prompts: Option<String>,
+    /// Its data set config, if it says nothing else about images.
+    pub datasets: Option<Table>,
     pub notes: Vec<Finding>,
 }
 
@@ -42,7 +47,6 @@ const GUI_ONLY: &[&str] = &[
     "epoch",
     "headless",
     "print_only",
-    "no_token_padding",
     "caption_metadata_filename",
     "latent_metadata_filename",
     "create_caption",
@@ -50,6 +54,11 @@ const GUI_ONLY: &[&str] = &[
     "use_latent_files",
     "full_path",
     "gradient_accumulation_steps_",
+    "batch_size",
+    "generate_caption_database",
+    "generate_image_buckets",
+    "image_folder",
+    "train_dir",
 ];
 
 /// Fields that decide the network: `network_module` and `network_args`.
@@ -139,44 +148,6 @@ pub fn is_preset(text: &str) -> bool {
     !is_job && (map.contains_key("LoRA_type") || map.contains_key("pretrained_model_name_or_path"))
 }
 
-/// The fields of a preset.
-struct Fields(Table);
-
-impl Fields {
-    /// A field that is set: not empty, not 0, not false.
-    fn get(&self, name: &str) -> Option<&Value> {
-        self.0
-            .iter()
-            .find(|entry| entry.key == name)
-            .map(|entry| &entry.value)
-            .filter(|value| !value.is_off())
-    }
-
-    fn is_on(&self, name: &str) -> bool {
-        matches!(self.get(name), Some(Value::Bool(true)))
-    }
-
-    fn text(&self, name: &str) -> Option<String> {
-        match self.get(name)? {
-            Value::Text(text) => Some(text.clone()),
-            Value::Bool(on) => Some(if *on { "True" } else { "False" }.to_owned()),
-            Value::Whole(number) => Some(number.to_string()),
-            Value::Number(number) => Some(format!("{number:?}")),
-            _ => None,
-        }
-    }
-
-    fn number(&self, name: &str) -> f64 {
-        let value = self.get(name);
-        let parsed = match value {
-            Some(Value::Text(text)) => text.trim().parse().ok(),
-            Some(value) => value.as_number(),
-            None => None,
-        };
-        parsed.filter(|number: &f64| number.is_finite()).unwrap_or(0.0)
-    }
-}
-
 /// Turns the fields of a preset into options.
 pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mut Vec<Finding>) -> Preset {
     let fields = Fields(table);
@@ -184,15 +155,16 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
         options: Table::new(),
         script: None,
         prompts: fields.text("sample_prompts"),
+        datasets: None,
         notes: Vec::new(),
     };
     let at = Position::default();
-    if fields.get("LoRA_type").is_none() {
-        let message = "only presets of the LoRA tab (with LoRA_type) are imported; the GUI writes a TOML file into the output folder when a \
-                       training starts: import that";
+    let Some(tab) = Tab::of(&fields) else {
+        let message = "only presets of the tabs for LoRAs (with LoRA_type), DreamBooth and fine-tuning are imported; the GUI writes a TOML file \
+                       into the output folder when a training starts: import that";
         errors.push(finding(file, at, "LoRA_type", message));
         return preset;
-    }
+    };
     for family in ["hunyuan_image", "anima", "lumina"] {
         let key = format!("{family}_checkbox");
         if fields.is_on(&key) {
@@ -205,12 +177,13 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
         fields.is_on("flux1_checkbox"),
         fields.is_on("sd3_checkbox"),
     );
-    let script = match (sdxl, flux, sd3) {
-        (true, _, _) => Script::SdxlTrainNetwork,
-        (_, true, _) => Script::FluxTrainNetwork,
-        (_, _, true) => Script::Sd3TrainNetwork,
-        _ => Script::TrainNetwork,
+    let family = match (sdxl, flux, sd3) {
+        (true, _, _) => ScriptFamily::Sdxl,
+        (_, true, _) => ScriptFamily::Flux,
+        (_, _, true) => ScriptFamily::Sd3,
+        _ => ScriptFamily::Sd,
     };
+    let script = tab.script(family);
     preset.script = Some(script);
     let mut out = Options {
         table: Table::new(),
@@ -219,35 +192,27 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
     };
     copied(&fields, script, &mut out);
     renamed(&fields, script, &mut out);
-    network(&fields, script, &mut out);
-    rates(&fields, script, &mut out);
-    steps(&fields, directory, &mut out);
+    match tab {
+        Tab::Lora => {
+            network(&fields, script, &mut out);
+            rates(&fields, script, &mut out);
+            steps(&fields, directory, &mut out);
+        }
+        Tab::DreamBooth => {
+            steps(&fields, directory, &mut out);
+            let share = fields.number("stop_text_encoder_training_pct") + fields.number("stop_text_encoder_training");
+            if share != 0.0 && script == Script::TrainDb {
+                out.set("stop_text_encoder_training", Value::Whole(share as i64));
+            }
+        }
+        Tab::FineTune => {
+            preset.datasets = fine_tuning_data(&fields, &mut out);
+            fine_tuning_steps(&fields, directory, &mut out);
+        }
+    }
     additional(&fields, &mut out);
     preset.options = out.table;
     preset
-}
-
-/// The options that are collected.
-struct Options<'a> {
-    table: Table,
-    file: &'a str,
-    errors: &'a mut Vec<Finding>,
-}
-
-impl Options<'_> {
-    fn set(&mut self, key: &str, value: Value) {
-        self.table.retain(|entry| entry.key != key);
-        self.table.push(Entry {
-            key: key.to_owned(),
-            value,
-            at: Position::default(),
-        });
-    }
-
-    fn error(&mut self, key: &str, message: impl Into<String>) {
-        let error = finding(self.file, Position::default(), &shortened(key), message);
-        self.errors.push(error);
-    }
 }
 
 /// Converts a field to what the option takes: numbers may be texts.
@@ -347,44 +312,44 @@ fn renamed(fields: &Fields, script: Script, out: &mut Options<'_>) {
         ("max_resolution", "resolution", true),
         ("optimizer", "optimizer_type", true),
         ("lora_network_weights", "network_weights", true),
-        ("flux1_clip_l", "clip_l", script == Script::FluxTrainNetwork),
-        ("flux1_t5xxl", "t5xxl", script == Script::FluxTrainNetwork),
-        ("sd3_clip_l", "clip_l", script == Script::Sd3TrainNetwork),
-        ("sd3_t5xxl", "t5xxl", script == Script::Sd3TrainNetwork),
+        ("flux1_clip_l", "clip_l", script.family() == ScriptFamily::Flux),
+        ("flux1_t5xxl", "t5xxl", script.family() == ScriptFamily::Flux),
+        ("sd3_clip_l", "clip_l", script.family() == ScriptFamily::Sd3),
+        ("sd3_t5xxl", "t5xxl", script.family() == ScriptFamily::Sd3),
         (
             "sd3_clip_l_dropout_rate",
             "clip_l_dropout_rate",
-            script == Script::Sd3TrainNetwork,
+            script.family() == ScriptFamily::Sd3,
         ),
         (
             "sd3_t5_dropout_rate",
             "t5_dropout_rate",
-            script == Script::Sd3TrainNetwork,
+            script.family() == ScriptFamily::Sd3,
         ),
         (
             "sd3_enable_scaled_pos_embed",
             "enable_scaled_pos_embed",
-            script == Script::Sd3TrainNetwork,
+            script.family() == ScriptFamily::Sd3,
         ),
         (
             "sd3_cache_text_encoder_outputs",
             "cache_text_encoder_outputs",
-            script == Script::Sd3TrainNetwork,
+            script.family() == ScriptFamily::Sd3,
         ),
         (
             "sdxl_cache_text_encoder_outputs",
             "cache_text_encoder_outputs",
-            script == Script::SdxlTrainNetwork,
+            script.family() == ScriptFamily::Sdxl,
         ),
         (
             "flux1_cache_text_encoder_outputs",
             "cache_text_encoder_outputs",
-            script == Script::FluxTrainNetwork,
+            script.family() == ScriptFamily::Flux,
         ),
         (
             "flux1_cache_text_encoder_outputs_to_disk",
             "cache_text_encoder_outputs_to_disk",
-            script == Script::FluxTrainNetwork,
+            script.family() == ScriptFamily::Flux,
         ),
     ] {
         if let (Some(value), true) = (fields.get(field), on) {
@@ -446,7 +411,7 @@ fn network(fields: &Fields, script: Script, out: &mut Options<'_>) {
             if kind == "Kohya LoCon" {
                 pass(&["conv_dim", "conv_alpha"]);
             }
-            if script == Script::Sd3TrainNetwork {
+            if script.family() == ScriptFamily::Sd3 {
                 "networks.lora_sd3"
             } else {
                 "networks.lora"

@@ -2,6 +2,7 @@
 //! each LoRA has a higher one (<https://arxiv.org/abs/2402.12354>).
 
 use super::arguments::Argument;
+use super::block_ranks;
 use super::block_rates::block_rates;
 use super::optimizer::Rates;
 use super::report::Import;
@@ -18,6 +19,8 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
         .iter()
         .filter_map(|text| Argument::split(text))
         .collect();
+    // sd-scripts ignores ratios with dim_from_weights.
+    let has_ratios = !import.settings.flag("dim_from_weights");
     let mut ratio = |name: &str| {
         let argument = given.iter().find(|argument| argument.name == name)?;
         if argument.is_off() {
@@ -36,13 +39,16 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
         ratio
     };
     let both = ratio("loraplus_lr_ratio");
-    let denoiser = ratio("loraplus_unet_lr_ratio").or(both).filter(|_| rates.denoiser);
+    let denoiser = ratio("loraplus_unet_lr_ratio")
+        .or(both)
+        .filter(|_| rates.denoiser && has_ratios);
     let text = ratio("loraplus_text_encoder_lr_ratio")
         .or(both)
-        .filter(|_| rates.text_encoder);
+        .filter(|_| rates.text_encoder && has_ratios);
     let has_convolutions = given
         .iter()
-        .any(|argument| argument.name == "conv_dim" && !argument.is_off());
+        .any(|argument| argument.name == "conv_dim" && !argument.is_off())
+        || block_ranks::has_convolutions(&given);
     let blocks = block_rates(import, &given, has_convolutions);
     let has_ratio = denoiser.is_some() || text.is_some();
     if has_ratio && import.settings.text("network_module") == Some("lycoris.kohya") {

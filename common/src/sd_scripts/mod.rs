@@ -5,6 +5,7 @@
 //! `docs/sd-scripts.md` is generated from these lines. Source of all facts: sd-scripts 48d368fa, LyCORIS 3, kohya_ss 45088f04.
 
 mod arguments;
+mod block_ranks;
 mod block_rates;
 mod dataset_options;
 mod datasets;
@@ -12,6 +13,9 @@ mod document;
 mod epochs;
 mod folders;
 mod gui;
+mod gui_fields;
+mod gui_tab;
+mod held_out;
 mod image_size;
 mod lora_plus;
 mod model;
@@ -20,6 +24,7 @@ mod objective;
 mod optimizer;
 mod option;
 mod options;
+mod python_random;
 pub mod reference;
 mod refused;
 mod report;
@@ -28,6 +33,8 @@ mod saving;
 mod schedule;
 mod script;
 mod settings;
+mod unet_blocks;
+mod weights_ranks;
 mod word;
 mod yaml;
 
@@ -92,6 +99,7 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
     let mut notes = Vec::new();
     let mut prompts = None;
     let mut known_script = source.script;
+    let mut preset_datasets = None;
     let table = match source.format {
         SourceFormat::Toml => {
             let table = document::parse_toml(source.text, file).map_err(|error| vec![error])?;
@@ -103,6 +111,7 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
             known_script = known_script.or(preset.script);
             notes.extend(preset.notes);
             prompts = preset.prompts.map(Prompts::Text);
+            preset_datasets = preset.datasets;
             preset.options
         }
     };
@@ -134,6 +143,7 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
         settings: &settings,
         script,
         directory: source.directory,
+        preset_datasets,
         of_datasets: Vec::new(),
         errors,
         notes,
@@ -181,7 +191,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     let mut loss = Section::new();
     let loss_factor = objective::objective(import, &mut loss);
     let caches_text = caches_text(import, &rates);
-    let (sections, counted) = datasets.sections(
+    let (sections, counted, held_out) = datasets.sections(
         import,
         &datasets::Training {
             batch_size,
@@ -189,7 +199,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
             caches_text,
         },
     );
-    let epoch = match needs_epoch(import) {
+    let epoch = match needs_epoch(import).or(held_out.needs_epoch(import)) {
         Some(option) if import.errors.is_empty() => match batches(&counted) {
             Ok(batches) => Some(batches.div_ceil(accumulated)),
             Err(message) => {
@@ -222,6 +232,9 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     train.insert("dtype".into(), json!(dtype(import)));
     if caches_text {
         train.insert("cache_text_embeddings".into(), json!(true));
+    }
+    if let Some(validation) = held_out.section(import, epoch) {
+        train.insert("validation_config".into(), Value::Object(validation));
     }
     train.extend(loss);
 

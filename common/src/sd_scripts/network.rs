@@ -1,10 +1,12 @@
 //! `network_module`, `network_dim`, `network_args` and the other options of adapters.
 
 use super::arguments::{Argument, arguments};
+use super::block_ranks::{NetworkRanks, block_ranks, has_convolutions};
 use super::block_rates::block_rates;
 use super::optimizer::Rates;
 use super::report::{Import, Section, number};
 use super::script::ScriptFamily;
+use super::weights_ranks::largest_ranks;
 use crate::job::limits::MAX_RANK;
 use serde_json::{Value, json};
 
@@ -22,10 +24,6 @@ const JOINT_BLOCKS: usize = 38;
 
 /// Why an argument of `network_args` is refused, unless it is off.
 const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
-    ("block_dims", "aitk has one rank for all blocks"),
-    ("block_alphas", "aitk has one alpha for all blocks"),
-    ("conv_block_dims", "aitk has one rank for all blocks"),
-    ("conv_block_alphas", "aitk has one alpha for all blocks"),
     ("network_reg_lrs", "aitk has one learning rate for all layers"),
     ("network_reg_dims", "aitk has one rank for all layers"),
     ("ggpo_beta", "aitk has no GGPO"),
@@ -55,15 +53,15 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("x_mod_dim", "aitk has one rank for all layers"),
     (
         "use_tucker",
-        "aitk trains convolutions of two matrices, without Tucker's third",
+        "aitk trains convolutions of two matrices, without Tucker's third; without influence on a LoKr that splits no matrix",
     ),
     (
         "use_cp",
-        "aitk trains convolutions of two matrices, without Tucker's third",
+        "aitk trains convolutions of two matrices, without Tucker's third; without influence on a LoKr that splits no matrix",
     ),
     (
         "use_conv_cp",
-        "aitk trains convolutions of two matrices, without Tucker's third",
+        "aitk trains convolutions of two matrices, without Tucker's third; without influence on a LoKr that splits no matrix",
     ),
     ("train_norm", "aitk does not train norms"),
     (
@@ -75,9 +73,11 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
         "aitk adds the adapter to the weight's result, as LyCORIS does without this argument",
     ),
     ("rs_lora", "aitk scales by alpha / rank"),
-    ("decompose_both", "aitk splits the second matrix of a LoKr only"),
+    (
+        "decompose_both",
+        "aitk splits the second matrix of a LoKr only; without influence on one that splits none",
+    ),
     ("unbalanced_factorization", "aitk's LoKr has LyCORIS' usual factors"),
-    ("rank_dropout_scale", "aitk's rank_dropout has LoRA's own scale"),
     ("rescaled", "aitk trains no OFT"),
     ("constraint", "aitk trains no OFT"),
 ];
@@ -86,6 +86,8 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
 const WITHOUT_INFLUENCE: &[&str] = &[
     "verbose",
     "varbose",
+    // LyCORIS scales what rank_dropout leaves, which is refused.
+    "rank_dropout_scale",
     "disable_conv_cp",
     "block_size",
     "train_on_input",
@@ -116,6 +118,10 @@ const TRANSLATED: &[&str] = &[
     "mid_lr_weight",
     "up_lr_weight",
     "block_lr_zero_threshold",
+    "block_dims",
+    "block_alphas",
+    "conv_block_dims",
+    "conv_block_alphas",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -161,6 +167,13 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         ("mid_lr_weight", "the same"),
         ("up_lr_weight", "the same"),
         ("block_lr_zero_threshold", "weights up to it count as 0"),
+        (
+            "block_dims",
+            "U-Nets: `network.layer_ranks`: 25 numbers (12 down, 1 middle, 12 up), of SDXL 23 (1, 9, 3, 9, 1); 0: no LoRA",
+        ),
+        ("block_alphas", "the same, with block_dims or a weight of blocks"),
+        ("conv_block_dims", "the same for larger convolutions"),
+        ("conv_block_alphas", "the same, with conv_block_dims"),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
     let refused = REFUSED_ARGUMENTS
@@ -271,6 +284,11 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             );
         }
     }
+    let from_file = settings.flag("dim_from_weights");
+    if from_file {
+        ranks_of_file(import, is_lycoris, &arguments, &mut network);
+        kwargs.clear();
+    }
     if let Some(max) = settings.number("scale_weight_norms").filter(|max| *max != 0.0) {
         network.insert("scale_weight_norms".into(), number(max));
         if network.get("type") == Some(&json!("locon")) {
@@ -279,11 +297,13 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             import.error("scale_weight_norms", message);
         }
     }
-    if let Some(chance) = arguments.chance(import, "module_dropout") {
+    if let Some(chance) = arguments.chance(import, "module_dropout").filter(|_| !from_file) {
         kwargs.insert("module_dropout".into(), number(chance));
     }
     if import.script.is_flow() {
-        check_alpha_of_transformer(import, rank, alpha);
+        if !from_file {
+            check_alpha_of_transformer(import, rank, alpha);
+        }
         if !arguments.is_on("split_qkv") {
             import.note(
                 "network_module",
@@ -291,10 +311,12 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             );
         }
     }
+    let convolutions = network.contains_key("conv") || (!is_lycoris && has_convolutions(&arguments.0));
     let layers = match family {
+        _ if from_file && import.script.is_flow() => Vec::new(),
         ScriptFamily::Sd if is_lycoris => Vec::new(),
         ScriptFamily::Sdxl if is_lycoris => owned(ALL_BLOCKS),
-        ScriptFamily::Sd | ScriptFamily::Sdxl if network.contains_key("conv") => owned(ALL_BLOCKS),
+        ScriptFamily::Sd | ScriptFamily::Sdxl if convolutions || from_file => owned(ALL_BLOCKS),
         ScriptFamily::Sd | ScriptFamily::Sdxl => owned(ATTENTION),
         ScriptFamily::Flux => flux_blocks(import, &arguments),
         ScriptFamily::Sd3 => joint_blocks(import, &arguments),
@@ -304,12 +326,27 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
         let all: Vec<String> = layers.into_iter().chain(text).collect();
         kwargs.insert("only_if_contains".into(), json!(all));
     }
-    let without = block_rates(import, &arguments.0, network.contains_key("conv"));
+    if !from_file {
+        let of = |rank: &str, alpha: &str| Some((network.get(rank)?.as_f64()?, network.get(alpha)?.as_f64()?));
+        let ranks = NetworkRanks {
+            linear: (rank as f64, alpha),
+            conv: of("conv", "conv_alpha"),
+        };
+        let entries = block_ranks(import, &arguments.0, &ranks);
+        if !entries.is_empty() {
+            network.insert("layer_ranks".into(), entries.into());
+        }
+    }
+    let without = block_rates(import, &arguments.0, convolutions);
     let without: Vec<String> = without
         .into_iter()
         .filter(|block| block.weight == 0.0)
         .map(|block| block.name)
         .collect();
+    if from_file && !without.is_empty() {
+        let message = "dim_from_weights keeps the LoRA of a block whose weight is 0, untrained, which aitk does not: remove one of them";
+        import.error("network_args", message);
+    }
     if !without.is_empty() {
         kwargs.insert("ignore_if_contains".into(), json!(without));
     }
@@ -322,8 +359,67 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     network
 }
 
+/// `dim_from_weights`: the network is that of the file, as `create_network_from_weights` of sd-scripts makes it.
+fn ranks_of_file(import: &mut Import<'_>, is_lycoris: bool, arguments: &Arguments, network: &mut Section) {
+    if is_lycoris {
+        let message = "is for networks.lora, networks.lora_flux and networks.lora_sd3: give the algo and the ranks of the file instead";
+        import.error("dim_from_weights", message);
+        return;
+    }
+    let Some(ranks) = largest_ranks(import) else { return };
+    for option in ["network_dim", "network_alpha", "network_dropout"] {
+        if import.settings.is_set(option) {
+            import.note(option, "ignored with dim_from_weights, as in sd-scripts");
+        }
+    }
+    let rates = [
+        "down_lr_weight",
+        "mid_lr_weight",
+        "up_lr_weight",
+        "block_lr_zero_threshold",
+        "split_qkv",
+    ];
+    for argument in arguments
+        .0
+        .iter()
+        .filter(|argument| !rates.contains(&argument.name.as_str()))
+    {
+        if TRANSLATED.contains(&argument.name.as_str()) && !argument.is_off() {
+            let message = format!("{} is ignored with dim_from_weights, as in sd-scripts", argument.name);
+            import.note("network_args", message);
+        }
+    }
+    for key in ["dropout", "conv", "conv_alpha"] {
+        network.remove(key);
+    }
+    network.insert("linear".into(), json!(ranks.linear));
+    network.insert("linear_alpha".into(), json!(ranks.linear));
+    if let Some(conv) = ranks.conv {
+        network.insert("conv".into(), json!(conv));
+        network.insert("conv_alpha".into(), json!(conv));
+    }
+    network.insert("ranks_of_pretrained_lora".into(), json!(true));
+}
+
 fn owned(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// Arguments about matrices of a LoKr that are split.
+const SPLITS: [&str; 4] = ["decompose_both", "use_tucker", "use_cp", "use_conv_cp"];
+
+/// Whether a LoKr has whole matrices alone: LyCORIS splits none whose sides are smaller than twice the rank, and none with full_matrix.
+fn splits_nothing(import: &Import<'_>, arguments: &Arguments) -> bool {
+    let is_lokr = arguments
+        .get("algo")
+        .is_some_and(|algo| algo.text.eq_ignore_ascii_case("lokr"));
+    let rank = import.settings.number("network_dim").unwrap_or(4.0);
+    let conv = arguments
+        .get("conv_dim")
+        .and_then(Argument::number)
+        .filter(|rank| *rank != 0.0);
+    let is_whole = |rank: f64| rank > f64::from(MAX_RANK);
+    is_lokr && (arguments.is_on("full_matrix") || (is_whole(rank) && is_whole(conv.unwrap_or(rank))))
 }
 
 /// Reports unknown arguments, and those that are refused.
@@ -331,7 +427,8 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
     for argument in &arguments.0 {
         let name = argument.name.as_str();
         if let Some((_, why)) = REFUSED_ARGUMENTS.iter().find(|(refused, _)| *refused == name) {
-            if !argument.is_off() {
+            let has_no_influence = SPLITS.contains(&name) && splits_nothing(import, arguments);
+            if !argument.is_off() && !has_no_influence {
                 import.error("network_args", format!("{name}: {why}"));
             }
         } else if !TRANSLATED.contains(&name) && !WITHOUT_INFLUENCE.contains(&name) {

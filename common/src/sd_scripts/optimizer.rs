@@ -72,7 +72,6 @@ pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
         );
     }
     let mut params: Section = serde_json::from_str(found.defaults).unwrap_or_default();
-    let mut is_relative = found.ours == "adafactor";
     for argument in arguments(import, "optimizer_args") {
         let Some(value) = argument.literal() else {
             let message = format!(
@@ -83,20 +82,14 @@ pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
             continue;
         };
         match argument.name.as_str() {
-            "relative_step" if found.ours == "adafactor" => is_relative = value != Value::Bool(false),
-            "warmup_init" if found.ours == "adafactor" => {
-                is_relative |= value != Value::Bool(false);
-            }
             _ if value.is_null() && !params.contains_key(&argument.name) => {}
             _ => {
                 params.insert(argument.name, value);
             }
         }
     }
-    if is_relative {
-        let message = "Adafactor chooses its own learning rates by default, which aitk's does not: set optimizer_args = \
-                       [\"relative_step=False\", \"scale_parameter=False\", \"warmup_init=False\"] and a learning_rate";
-        import.error(option, message);
+    if found.ours == "adafactor" {
+        adafactor(import, option, &mut params, train);
     }
     train.insert("optimizer".into(), json!(found.ours));
     train.insert("optimizer_params".into(), Value::Object(params));
@@ -126,6 +119,35 @@ pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
         };
         import.error(option, message);
     }
+}
+
+/// `relative_step` and `warmup_init`: unless the first is off, Adafactor chooses the learning rate, and sd-scripts ignores those of the
+/// config.
+fn adafactor(import: &mut Import<'_>, option: &str, params: &mut Section, train: &mut Section) {
+    let is_on = |params: &Section, name: &str| params.get(name) == Some(&Value::Bool(true));
+    let warms_up = is_on(params, "warmup_init");
+    let is_off = params.get("relative_step") == Some(&Value::Bool(false));
+    if is_off && !warms_up {
+        // aitk's own defaults.
+        params.remove("relative_step");
+        params.remove("warmup_init");
+        return;
+    }
+    if is_off {
+        let message = "relative_step: sd-scripts switches it on, because warmup_init needs it";
+        import.note("optimizer_args", message);
+    }
+    params.insert("relative_step".into(), json!(true));
+    train.remove("lr_factors");
+    let message = "Adafactor chooses the learning rate itself (relative_step), as in sd-scripts: learning_rate, other rates and lr_scheduler have \
+                   no effect";
+    import.note(option, message);
+}
+
+/// Whether Adafactor chooses the learning rate: `train` has an optimizer.
+pub(super) fn chooses_rates(train: &Section) -> bool {
+    let params = train.get("optimizer_params");
+    params.and_then(|params| params.get("relative_step")) == Some(&Value::Bool(true))
 }
 
 /// The learning rate, and whether the denoiser and the text encoder are trained.
@@ -260,17 +282,28 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
         import.error("stop_text_encoder_training", message);
     }
     text_encoder &= options.is_empty() || options.iter().filter(is_zero).count() < options.len();
-    for option in options {
+    let names = ["text_encoder.", "text_encoder_2."];
+    let mut factors = Vec::new();
+    for (option, name) in options.iter().zip(names).filter(|_| text_encoder) {
         let rate = settings.number(option).unwrap_or(default);
-        if text_encoder && rate != default {
-            let message = format!("aitk trains all parts with one learning rate, and learning_rate is {default:?}");
-            import.error(option, message);
+        if rate == default {
+            continue;
+        }
+        if rate < 0.0 {
+            import.error(option, "expected a learning rate from 0");
+        } else if default == 0.0 {
+            import.error(
+                "learning_rate",
+                "is 0, and that of a text encoder is not: give it their rate",
+            );
+        } else {
+            factors.push((name.to_owned(), rate / default));
         }
     }
     Rates {
         rate: default,
         denoiser: true,
         text_encoder,
-        factors: Vec::new(),
+        factors,
     }
 }

@@ -23,9 +23,10 @@ pub(super) const COLOR_AUG: &str = "write the change of colors as `datasets[].au
 pub(super) const FACE_CROP: &str = "aitk crops at the centre or at random";
 pub(super) const EVERY_N_EPOCHS: &str = "aitk drops captions at random (`caption_dropout_rate`), not in certain epochs";
 pub(super) const TOKEN_WARMUP: &str = "aitk trains whole captions from the first step on";
-pub(super) const METADATA_FILE: &str = "aitk reads captions from files beside the images: write them with \
-                                        finetune/merge_captions_to_metadata.py's inputs, and use train_data_dir or image_dir";
-pub(super) const VALIDATION: &str = "aitk does not hold images out of the training; move them into another folder";
+
+pub(super) const VALIDATION_SPLIT: &str =
+    "`datasets[].excluded_images` and `train.validation_config`: the images that sd-scripts holds out";
+pub(super) const VALIDATION_SEED: &str = "which images are held out; `seed` without it";
 
 const fn refused(why: &'static str) -> super::option::Fate {
     Refused { unless: "", why }
@@ -79,7 +80,7 @@ const NETWORK: &[OptionRow] = &[
     row("network_dropout", Number, "0", LORA, Translated("`network.dropout`")),
     row("network_args", Texts, "", LORA, Translated("see below")),
     row("network_weights", Text, "", LORA, Translated("`network.pretrained_lora_path`")),
-    row("dim_from_weights", Flag, "false", LORA, refused("give network_dim and network_alpha of the file instead")),
+    row("dim_from_weights", Flag, "false", LORA, Translated("`network.ranks_of_pretrained_lora`: each layer of network_weights has its rank and alpha there, and no other layer is trained")),
     row("network_train_unet_only", Flag, "false", LORA, Translated("`train.train_text_encoder`: false; true without it")),
     row("network_train_text_encoder_only", Flag, "false", LORA, Translated("`train.train_unet`: false")),
     row("scale_weight_norms", Number, "0", LORA, Translated("`network.scale_weight_norms`; not of LyCORIS with use_scalar")),
@@ -106,9 +107,9 @@ const OPTIMIZER: &[OptionRow] = &[
     row("text_encoder_lr", Numbers, "learning_rate", LORA, Translated("`train.lr_factors`; 0: not trained")),
     row("text_encoder_lr1", Number, "text_encoder_lr", UsedBy::SDXL, refused("give both rates as text_encoder_lr = [1e-5, 1e-5]")),
     row("text_encoder_lr2", Number, "text_encoder_lr", UsedBy::SDXL, refused("give both rates as text_encoder_lr = [1e-5, 1e-5]")),
-    row("learning_rate_te", Number, "learning_rate", UsedBy::FULL_SD, Translated("only the same rate as the U-Net's, or 0: not trained")),
-    row("learning_rate_te1", Number, "learning_rate", UsedBy(0x2a), Translated("only the same rate as the U-Net's")),
-    row("learning_rate_te2", Number, "learning_rate", UsedBy(0x2a), Translated("only the same rate as the U-Net's")),
+    row("learning_rate_te", Number, "learning_rate", UsedBy::FULL_SD, Translated("`train.lr_factors`; 0: not trained")),
+    row("learning_rate_te1", Number, "learning_rate", UsedBy(0x2a), Translated("`train.lr_factors`, with train_text_encoder; both 0: not trained")),
+    row("learning_rate_te2", Number, "learning_rate", UsedBy(0x2a), Translated("`train.lr_factors`, with train_text_encoder")),
     row("learning_rate_te3", Number, "learning_rate", SD3, NoInfluence("T5 is not trained")),
     row("block_lr", Text, "", UsedBy::SDXL, refused("aitk has one learning rate for all blocks")),
     row("optimizer_type", Text, "AdamW", ALL, Translated("`train.optimizer`")),
@@ -137,7 +138,7 @@ const OPTIMIZER: &[OptionRow] = &[
         ]),
         "constant",
         ALL,
-        Translated("`train.lr_scheduler`, `lr_scheduler_params`; the last five are refused"),
+        Translated("`train.lr_scheduler`, `lr_scheduler_params`; adafactor only with Adafactor's relative_step; the four before it are refused"),
     ),
     row("lr_warmup_steps", Number, "0", ALL, Translated("`lr_scheduler_params.num_warmup_steps`; below 1 a share of the steps")),
     row("lr_decay_steps", Number, "0", ALL, NoInfluence("only warmup_stable_decay uses it, which is refused")),
@@ -252,7 +253,7 @@ const DATA: &[OptionRow] = &[
     row("train_data_dir", Text, "", ALL, Translated("one entry of `datasets` for each folder named `10_name`")),
     row("reg_data_dir", Text, "", ALL, Translated("the same, with `is_reg`")),
     row("dataset_config", Text, "", ALL, Translated("`datasets`, see below; then the two options above have no effect")),
-    row("in_json", Text, "", ALL, refused(METADATA_FILE)),
+    row("in_json", Text, "", ALL, Translated("`datasets[].captions_file`, of the images in train_data_dir")),
     row("dataset_repeats", Whole, "1", ALL, Translated("`datasets[].num_repeats` of data set configs")),
     row("dataset_class", Text, "", ALL, refused("aitk runs no code of a config")),
     row("resolution", Size, "", ALL, Translated("`datasets[].resolution`: the side of a square of the same area; without buckets, if it is no square: `datasets[].size`")),
@@ -289,11 +290,11 @@ const DATA: &[OptionRow] = &[
     row("skip_latents_validity_check", Flag, "false", FULL, NoInfluence(MEMORY)),
     row("cache_info", Flag, "false", ALL, NoInfluence(MEMORY)),
     row("debug_dataset", Flag, "false", ALL, refused("it shows the images and trains nothing: use `aitk validate`")),
-    row("validation_split", Number, "0", LORA, refused(VALIDATION)),
-    row("validation_seed", Whole, "", LORA, NoInfluence("only validation_split uses it, which is refused")),
-    row("validate_every_n_steps", Whole, "", LORA, NoInfluence("only validation_split uses it, which is refused")),
-    row("validate_every_n_epochs", Whole, "", LORA, NoInfluence("only validation_split uses it, which is refused")),
-    row("max_validation_steps", Whole, "", LORA, NoInfluence("only validation_split uses it, which is refused")),
+    row("validation_split", Number, "0", LORA, Translated(VALIDATION_SPLIT)),
+    row("validation_seed", Whole, "", LORA, Translated(VALIDATION_SEED)),
+    row("validate_every_n_steps", Whole, "", LORA, Translated("`train.validation_config.validate_every_n_steps`; wins over validate_every_n_epochs")),
+    row("validate_every_n_epochs", Whole, "1", LORA, Translated("`train.validation_config.validate_every_n_steps`: epochs times the steps of an epoch")),
+    row("max_validation_steps", Whole, "", LORA, Translated("`train.validation_config.validation_items`: at most so many batches of images")),
 ];
 
 #[rustfmt::skip]

@@ -20,17 +20,17 @@ becomes of each option, and what is trained differently.
     aitk submit config.toml --follow
 
 `config.toml` is what `--config_file` of sd-scripts takes, with or without sections, whose names have no meaning. The data set config is the one that
-`dataset_config` names, or that of `--dataset-config FILE`. Paths are relative to the current folder, as for sd-scripts. A `.json` file that a LoRA tab
-of the kohya GUI saved is recognised by its keys and imported in the same way; of the GUI's other tabs import the TOML that it writes into the output
-folder when a training starts.
+`dataset_config` names, or that of `--dataset-config FILE`. Paths are relative to the current folder, as for sd-scripts. A `.json` file that the
+kohya GUI's tabs for LoRAs, DreamBooth or fine-tuning saved is recognised by its keys and imported in the same way; of its other tabs import the TOML
+that it writes into the output folder when a training starts.
 
 | if | then |
 |---|---|
-| the options and the model do not say which script the config is for | an error says so; name it: `--script sdxl_train_network` |
+| the options and the model do not say which script the config is for | an error says so; name it: `aitk run config.toml --script sdxl_train_network`, so with import, validate and submit too |
 | an option changes the result, and aitk has nothing like it | an error names the option, its line and the reason. Remove it, or choose another value, in a copy of the file |
 | an option is ignored, or has a slightly other effect | a note |
 | an option is unknown, or is set twice, or contradicts another | an error |
-| `max_train_epochs`, `save_every_n_epochs` or `sample_every_n_epochs` is set | the images are counted, so that their folders must be on this machine |
+| `max_train_epochs`, `save_every_n_epochs`, `sample_every_n_epochs` or `validation_split` is set | the images are counted, so that their folders must be on this machine |
 
 Scripts: `train_network`, `sdxl_train_network`, `flux_train_network`, `sd3_train_network`, for whole models `train_db`, `fine_tune`,
 `sdxl_train`, `flux_train`, `sd3_train`, and for words `train_textual_inversion`, `sdxl_train_textual_inversion`. A script is recognised by
@@ -46,6 +46,7 @@ that are trained, no buckets, captions in `.caption` files, and so on. What no o
 | random numbers | torch's, from `seed` | those of [randomness.md](randomness.md); the same seed gives another training |
 | epochs | counted as sd-scripts counts them: buckets, batches, repeats, regularisation images, `gradient_accumulation_steps` | the steps are in the YAML |
 | buckets | a table of sizes between `min_bucket_reso` and `max_bucket_reso`; smaller images are enlarged without `bucket_no_upscale` | the size of the same area at the image's own ratio; smaller images keep their size |
+| `validation_split` | the loss of the training with its weights, at the time steps 200, 400, 600 and 800, every `validate_every_n_steps` steps and at the end of epochs | mean squared errors at these time steps (`val/loss`), every so many steps or epochs, and after the first and the last step: the figures differ by the weights and the noise |
 | regularisation images | in the same batches as the others | at every second step |
 | `gradient_accumulation_steps` | gradients are averaged | they are added, so that `loss_multiplier` is 1 / steps, and the loss that is shown is as much smaller |
 | `flip_aug` | each image is flipped half of the time | both images; other data sets are repeated twice as often, if they have no flips |

@@ -1,6 +1,6 @@
 //! What the import of one config works with: its options, its script, and the errors and notes that were found.
 
-use super::document::finding;
+use super::document::{Table, finding};
 use super::script::Script;
 use super::settings::Settings;
 use crate::job::Finding;
@@ -16,6 +16,8 @@ pub(super) struct Import<'a> {
     pub script: Script,
     /// The folder that relative paths start from.
     pub directory: &'a Path,
+    /// The data set config that the fields of a preset are.
+    pub preset_datasets: Option<Table>,
     /// The options of the data sets: of each folder, of each data set, and those that all share.
     pub of_datasets: Vec<Settings>,
     pub errors: Vec<Finding>,

@@ -1,6 +1,7 @@
 //! `lr_scheduler` and its options.
 
 use super::arguments::arguments;
+use super::optimizer::chooses_rates;
 use super::report::{Import, Section, number};
 use serde_json::{Value, json};
 
@@ -23,6 +24,10 @@ const TORCH: &[TorchSchedule] = &[
 /// Decides `train.lr_scheduler` and `train.lr_scheduler_params`. `steps` are all steps of the training.
 pub(super) fn schedule(import: &mut Import<'_>, steps: u64, train: &mut Section) {
     let settings = import.settings;
+    if chooses_rates(train) {
+        train.insert("lr_scheduler".into(), json!("constant"));
+        return;
+    }
     let warmup = warmup_steps(import, steps);
     if let Some(class) = settings.text("lr_scheduler_type") {
         torch_schedule(import, class, warmup, train);

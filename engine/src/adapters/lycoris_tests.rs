@@ -223,7 +223,7 @@ const FULL: usize = 9_999_999_999;
 fn attach(adapter: &dyn AdapterType, config: &LoraConfig, model: &mut dyn Model) -> LoraNetwork {
     let mut parts = model.parts();
     parts.retain(|part| part.role == families::PartRole::Denoiser);
-    LoraNetwork::attach_as(adapter, config, &mut parts, &mut TorchGenerator::manual_seed(9)).unwrap()
+    LoraNetwork::attach_as(adapter, config, None, &mut parts, &mut TorchGenerator::manual_seed(9)).unwrap()
 }
 
 fn randomise(network: &LoraNetwork) {
@@ -409,6 +409,7 @@ fn a_file_of_another_type_or_form_is_an_error_that_says_what_to_do() {
     let error = LoraNetwork::attach_as(
         &Locon,
         &config(4, None),
+        None,
         &mut flux().parts(),
         &mut TorchGenerator::manual_seed(1),
     );

@@ -32,6 +32,7 @@ mod names;
 mod network;
 mod oft;
 mod origin;
+mod ranks;
 mod registry;
 mod rescale;
 mod save;
@@ -55,6 +56,7 @@ pub use lokr::Lokr;
 pub use lora::Lora;
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
+pub use ranks::{LayerRank, Rank};
 pub use rescale::{RescaledLora, Rescaling, rescale_lora};
 pub use save::{is_finite, lora_file_bytes, python_json, safetensors_bytes};
 pub use tensors::LoraTensors;
@@ -67,6 +69,9 @@ mod flux_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod lycoris_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod ranks_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;

@@ -6,7 +6,8 @@ use super::handle::LoraHandle;
 use super::layer::Dropout;
 use super::load::{attach_adapter, index_layers};
 use super::lora::Lora;
-use super::names::{LayerIndex, flatten, old_prefix, saved_name, toolkit_name};
+use super::names::{LayerIndex, LayerKey, flatten, old_prefix, saved_name, toolkit_name};
+use super::ranks::{LayerRank, Rank, ranks_of};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Part, PartRole};
@@ -27,6 +28,8 @@ pub struct LoraConfig {
     pub conv_rank: Option<usize>,
     /// The alpha for larger convolutions.
     pub conv_alpha: f64,
+    /// Other ranks and alphas for some of the layers. The first entry whose text is in a layer's name is used.
+    pub layer_ranks: Vec<LayerRank>,
     /// What training drops.
     pub dropout: Dropout,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
@@ -50,6 +53,7 @@ impl Default for LoraConfig {
             alpha: 1.0,
             conv_rank: None,
             conv_alpha: 1.0,
+            layer_ranks: Vec::new(),
             dropout: Dropout::default(),
             only_if_contains: Vec::new(),
             ignore_if_contains: Vec::new(),
@@ -63,15 +67,23 @@ impl Default for LoraConfig {
 /// How a layer is trained.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Target {
-    /// With the network's type of adapter, of this rank and alpha.
-    Adapter { rank: usize, alpha: f64 },
+    /// With the network's type of adapter.
+    Adapter(Rank),
     /// As a whole difference.
     Difference,
 }
 
 impl LoraConfig {
-    /// How a layer of a part with this path and weight shape is trained; `None` if it is no target.
-    fn target(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> Option<Target> {
+    /// How a layer of a part with this path and weight shape is trained; `None` if it is no target. `of_file`: the ranks of the layers
+    /// of a file, which alone are targets.
+    fn target(
+        &self,
+        part: Naming,
+        path: &str,
+        dims: &[usize],
+        has_bias: bool,
+        of_file: Option<&BTreeMap<LayerKey, Rank>>,
+    ) -> Option<Target> {
         if part.role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
             return None;
         }
@@ -103,20 +115,28 @@ impl LoraConfig {
         if self.full_if_contains.iter().any(selects) {
             return Some(Target::Difference);
         }
-        let (rank, alpha) = if dims[2..].iter().any(|k| *k > 1) {
-            (self.conv_rank?, self.conv_alpha)
-        } else {
-            (self.rank, self.alpha)
+        let entry = self.layer_ranks.iter().find(|entry| selects(&entry.contains));
+        let has_large_kernel = dims[2..].iter().any(|side| *side > 1);
+        let Rank { rank, alpha } = match (of_file, entry) {
+            (Some(ranks), _) => *ranks.get(&(part.part, path.to_owned()))?,
+            (None, Some(entry)) if has_large_kernel => entry.conv,
+            (None, Some(entry)) => entry.linear,
+            (None, None) if has_large_kernel => Rank {
+                rank: self.conv_rank?,
+                alpha: self.conv_alpha,
+            },
+            (None, None) => Rank {
+                rank: self.rank,
+                alpha: self.alpha,
+            },
         };
-        match part.names {
+        let alpha = match part.names {
             // These names have an alpha beside them.
-            LoraNames::Flattened => Some(Target::Adapter { rank, alpha }),
+            LoraNames::Flattened => alpha,
             // Their files have no alpha, so the scale is 1.
-            LoraNames::Dotted => Some(Target::Adapter {
-                rank,
-                alpha: rank as f64,
-            }),
-        }
+            LoraNames::Dotted => rank as f64,
+        };
+        (rank > 0).then_some(Target::Adapter(Rank { rank, alpha }))
     }
 }
 
@@ -198,17 +218,18 @@ impl LoraNetwork {
     /// # Errors
     /// As there.
     pub fn attach(config: &LoraConfig, parts: &mut [Part<'_>], generator: &mut TorchGenerator) -> Result<Self> {
-        Self::attach_as(&Lora, config, parts, generator)
+        Self::attach_as(&Lora, config, None, parts, generator)
     }
 
     /// Attaches a new adapter of a type to every target of the config. Its numbers are drawn layer by layer in the order of `parts`
-    /// and of their layers.
+    /// and of their layers. `ranks_file`: a LoRA whose layers alone are targets, with their ranks and alphas.
     ///
     /// # Errors
-    /// When there is no target layer, a rank is 0, or the type cannot be trained on the model.
+    /// When there is no target layer, the rank of the network is 0, or the type cannot be trained on the model.
     pub fn attach_as(
         adapter: &dyn AdapterType,
         config: &LoraConfig,
+        ranks_file: Option<&LoraFile>,
         parts: &mut [Part<'_>],
         generator: &mut TorchGenerator,
     ) -> Result<Self> {
@@ -222,19 +243,20 @@ impl LoraNetwork {
         }
         let handle = LoraHandle::new(1.0);
         let index = index_layers(parts)?;
+        let of_file = ranks_file.map(|file| ranks_of(file, &index)).transpose()?;
         let mut targets = Vec::new();
         for part in parts.iter_mut() {
             let naming = Naming::of(part, adapter);
             part.layers.visit_layers(&mut |path, layer| {
                 let weight = layer.weight().clone();
                 let dims = weight.dims();
-                let Some(target) = config.target(naming, path, dims, layer.bias().is_some()) else {
+                let Some(target) = config.target(naming, path, dims, layer.bias().is_some(), of_file.as_ref()) else {
                     return Ok(());
                 };
-                let (adapter, rank, alpha) = match target {
-                    Target::Adapter { rank, alpha } if adapter.covers(naming.role, path) => (adapter, rank, alpha),
-                    Target::Adapter { .. } => return Ok(()),
-                    Target::Difference => (&Difference as &dyn AdapterType, 1, 1.0),
+                let (adapter, Rank { rank, alpha }) = match target {
+                    Target::Adapter(rank) if adapter.covers(naming.role, path) => (adapter, rank),
+                    Target::Adapter(_) => return Ok(()),
+                    Target::Difference => (&Difference as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
                 };
                 let new = NewLayer {
                     name: naming.saved_name(path),

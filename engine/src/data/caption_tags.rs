@@ -40,7 +40,7 @@ impl TagRules {
         self.kept_in_place || self.kept_separator.is_some()
     }
 
-    fn separator(&self) -> &str {
+    pub(super) fn separator(&self) -> &str {
         self.separator.as_deref().unwrap_or(COMMA)
     }
 

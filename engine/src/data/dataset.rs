@@ -4,8 +4,10 @@ use super::allowed_paths::AllowedPaths;
 use super::augment::Augmentations;
 use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_fixed};
 use super::caption::{CaptionRules, caption_path, read_caption};
+use super::captions_file::read_captions_file;
 use super::controls::ControlOptions;
 use super::discover::discover;
+use super::excluded::excluded_images;
 use super::half::Half;
 use super::image_statistics::ImageStatistics;
 use super::latent_cache::content_hash;
@@ -81,6 +83,10 @@ pub struct DatasetOptions {
     pub cache_latents_to_disk: bool,
     /// Open no file outside the folders of the images, the masks and the control images.
     pub stay_in_folder: bool,
+    /// A metadata file of sd-scripts, which has the captions, and whose images alone are trained.
+    pub captions_file: Option<PathBuf>,
+    /// Images that are not trained: their paths in the folder.
+    pub excluded: Vec<String>,
 }
 
 impl Default for DatasetOptions {
@@ -117,6 +123,8 @@ impl Default for DatasetOptions {
             cache_latents: false,
             cache_latents_to_disk: false,
             stay_in_folder: false,
+            captions_file: None,
+            excluded: Vec::new(),
         }
     }
 }
@@ -190,13 +198,17 @@ impl DatasetScan {
             .map(|controls| controls.list(options.stay_in_folder))
             .transpose()?;
         let mut without_control = Vec::new();
-        let listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
+        let mut listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
         let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
         let mut scan = Self {
             root: listing.root.clone(),
             ..Self::default()
         };
-        for path in &listing.images {
+        if let Some(file) = &options.captions_file {
+            read_captions_file(file, &options.captions.tags, &mut listing)?;
+        }
+        let excluded = excluded_images(&options.excluded, &options.path, &listing)?;
+        for path in listing.images.iter().filter(|path| !excluded.contains(*path)) {
             let size = match sizes.get(path) {
                 Some(size) => size,
                 None => match image_size(path) {

@@ -417,6 +417,79 @@ fn folders_are_listed_as_in_the_config_reference() {
     );
 }
 
+#[test]
+fn a_captions_file_has_captions_and_decides_which_images_are_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("set");
+    for name in ["a.png", "b.png", "sub/b.png", "c.png"] {
+        write_image(&folder.join(name), 64, 64);
+    }
+    std::fs::write(folder.join("a.txt"), "of a file beside the image").unwrap();
+    let file = dir.path().join("meta.json");
+    let scan = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        let mut options = DatasetOptions {
+            captions_file: Some(file.clone()),
+            ..options(&folder)
+        };
+        options.captions.tags.separator = Some(";".into());
+        DatasetScan::read(&options, false)
+    };
+    let found = scan(r#"{"a": {"caption": "A", "tags": "x, y"}, "/old/set/sub/b.png": {"caption": "B"}, "c.png": {}}"#)
+        .unwrap();
+    let captions: Vec<(&str, &str)> = found
+        .images
+        .iter()
+        .map(|image| {
+            (
+                image.path.strip_prefix(&folder).unwrap().to_str().unwrap(),
+                image.caption.as_str(),
+            )
+        })
+        .collect();
+    assert_eq!(captions, [("a.png", "A;x, y"), ("c.png", ""), ("sub/b.png", "B")]);
+    for (text, expected) in [
+        (r#"{"a": {}, "d.png": {}}"#, "its image `d.png` is not in"),
+        ("[]", "expected a JSON object"),
+    ] {
+        let error = scan(text).unwrap_err().to_string();
+        assert!(
+            error.contains("datasets.captions_file") && error.contains(expected),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn excluded_images_are_left_out_and_have_to_exist() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["a.png", "b.png", "sub/b.png"] {
+        write_image(&dir.path().join(name), 64, 64);
+    }
+    let excluding = |names: &[&str]| DatasetOptions {
+        excluded: names.iter().map(|name| (*name).to_owned()).collect(),
+        ..options(dir.path())
+    };
+    let read = |names: &[&str]| DatasetScan::read(&excluding(names), false);
+    let images = |names: &[&str]| -> Vec<String> {
+        let scan = read(names).unwrap();
+        let relative = scan
+            .images
+            .iter()
+            .map(|image| image.path.strip_prefix(dir.path()).unwrap());
+        relative.map(|path| path.display().to_string()).collect()
+    };
+    assert_eq!(images(&["b.png"]), ["a.png", "sub/b.png"]);
+    assert_eq!(images(&["sub/b.png", "a.png"]), ["b.png"]);
+    for name in ["c.png", "", "../a.png"] {
+        let error = read(&[name]).unwrap_err().to_string();
+        assert!(
+            error.contains("datasets.excluded_images") && error.contains(&format!("`{name}`")),
+            "{error}"
+        );
+    }
+}
+
 /// A data set that was sent with a job may hold arbitrary lists and links. No file outside its folder is opened, and
 /// the error does not reveal which files exist.
 #[cfg(unix)]

@@ -1,5 +1,5 @@
-//! Adafactor as in transformers and ai-toolkit, with the learning rate of the config: `relative_step` and `warmup_init`
-//! are off, and so is `scale_parameter` by default.
+//! Adafactor as in transformers and ai-toolkit. `relative_step`, with which it chooses the learning rate itself, is off by default, and
+//! so are `warmup_init` and `scale_parameter`.
 
 use super::factored::{SecondMoment, rms};
 use super::fused;
@@ -19,6 +19,8 @@ pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimErro
         beta1: options.optional("beta1"),
         weight_decay: options.number("weight_decay", 0.0),
         scale_parameter: options.flag("scale_parameter", false),
+        relative_step: options.flag("relative_step", false),
+        warmup_init: options.flag("warmup_init", false),
     };
     let states = spec.params.iter().map(|p| State::new(p, &settings));
     let states = states.collect::<Result<_, _>>()?;
@@ -37,6 +39,21 @@ struct Settings {
     beta1: Option<f64>,
     weight_decay: f64,
     scale_parameter: bool,
+    /// The learning rate depends on the step, and not on the config.
+    relative_step: bool,
+    /// The learning rate rises from 1e-6.
+    warmup_init: bool,
+}
+
+impl Settings {
+    /// The learning rate of a parameter's step, before it is scaled; `lr` is that of the config.
+    fn rate(&self, step: u64, lr: f64) -> f64 {
+        if !self.relative_step {
+            return lr;
+        }
+        let most = if self.warmup_init { 1e-6 * step as f64 } else { 1e-2 };
+        most.min(1.0 / (step as f64).sqrt())
+    }
 }
 
 struct State {
@@ -57,6 +74,7 @@ impl State {
 }
 
 /// ```text
+/// lr    <- min(1e-6 * t (warmup_init), else 1e-2, 1 / sqrt(t))    (relative_step)
 /// decay = 1 - t^decay_rate
 /// u  <- g / sqrt(second moment with that decay), at most clip_threshold large (root mean square)
 /// lr <- lr * max(eps2, root mean square of p)            (scale_parameter)
@@ -86,6 +104,7 @@ impl Optimizer for Adafactor {
             let grad = grad.to_dtype(DType::F32)?.detach();
             let mut p = param.value()?;
             state.step += 1;
+            let lr = s.rate(state.step, lr);
             let lr = if s.scale_parameter {
                 lr * rms(&p)?.max(s.eps.1)
             } else {

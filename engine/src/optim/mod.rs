@@ -138,6 +138,9 @@ pub fn base_lr(name: OptimizerName, lr: f64) -> f64 {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod adafactor_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod fused_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

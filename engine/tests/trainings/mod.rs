@@ -147,7 +147,7 @@ pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Opt
         _ => Box::new(Lora),
     };
     let mut generator = TorchGenerator::manual_seed(1);
-    let network = LoraNetwork::attach_as(&*adapter, &config, &mut [part], &mut generator).unwrap();
+    let network = LoraNetwork::attach_as(&*adapter, &config, None, &mut [part], &mut generator).unwrap();
     network.handle.set_training(Some("dropout"));
     Some(network)
 }

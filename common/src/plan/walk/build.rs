@@ -33,12 +33,23 @@ pub(in crate::plan) struct AdapterOptions {
     pub(in crate::plan) rank: f64,
     /// The rank of convolutions with a kernel above 1 x 1.
     pub(in crate::plan) conv_rank: Option<f64>,
+    /// Other ranks for some of the layers; the first entry whose text is in a name is used.
+    pub(in crate::plan) layer_ranks: Vec<LayerRankOptions>,
     pub(in crate::plan) dropout: bool,
     pub(in crate::plan) filter: NameFilter,
     /// Layers whose name contains one of these are trained as whole differences.
     pub(in crate::plan) full_if_contains: Vec<String>,
     /// Layers with fewer weights and biases have no adapter.
     pub(in crate::plan) parameter_threshold: f64,
+}
+
+/// The ranks of the layers whose name contains a text; 0: no adapter.
+#[derive(Clone, Debug)]
+pub(in crate::plan) struct LayerRankOptions {
+    pub(in crate::plan) contains: String,
+    pub(in crate::plan) rank: f64,
+    /// Of convolutions with a kernel above 1 x 1.
+    pub(in crate::plan) conv_rank: f64,
 }
 
 /// What a job does with the weights of a component.
@@ -353,18 +364,24 @@ impl Builder {
             return None;
         }
         let flattened = dotted.replace('.', "_");
-        let is_full = |part: &String| dotted.contains(part.as_str()) || flattened.contains(part.as_str());
-        if options.full_if_contains.iter().any(is_full) {
+        let has_part = |part: &String| dotted.contains(part.as_str()) || flattened.contains(part.as_str());
+        if options.full_if_contains.iter().any(has_part) {
             return Some(Adapter {
                 rank: 1.0,
                 dropout: false,
                 form: AdapterForm::Difference,
             });
         }
-        let rank = match sizes.kernel > 1.0 {
-            true => options.conv_rank?,
-            false => options.rank,
+        let entry = options.layer_ranks.iter().find(|entry| has_part(&entry.contains));
+        let rank = match (entry, sizes.kernel > 1.0) {
+            (Some(entry), true) => entry.conv_rank,
+            (Some(entry), false) => entry.rank,
+            (None, true) => options.conv_rank?,
+            (None, false) => options.rank,
         };
+        if rank <= 0.0 {
+            return None;
+        }
         let is_text = matches!(self.options.lora_layers, LoraLayers::AttentionAndMlp);
         let is_locon = options.kind == AdapterKind::Locon;
         if is_locon && !is_text && !name.split('.').any(|part| LOCON_BLOCKS.contains(&part)) {

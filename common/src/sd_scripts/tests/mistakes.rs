@@ -34,7 +34,10 @@ fn mistakes_of_training_configs_are_named() {
             "text_encoder_lr = 0.5\nunet_lr = 1\noptimizer_type = \"Prodigy\"",
             "text_encoder_lr: Prodigy finds one learning rate for all parts",
         ),
-        ("optimizer_type = \"Adafactor\"", "relative_step=False"),
+        (
+            "optimizer_type = \"AdamW\"\nlr_scheduler = \"adafactor\"",
+            "aitk has no adafactor",
+        ),
         (
             "optimizer_type = \"SGDNesterov\"",
             "aitk has no optimizer `SGDNesterov`",
@@ -74,6 +77,19 @@ fn mistakes_of_training_configs_are_named() {
         (
             "network_args = [\"up_lr_weight=1,a\"]",
             "up_lr_weight: expected numbers from 0, found \"a\"",
+        ),
+        (
+            "network_args = [\"block_dims=1,2\"]",
+            "network_args: block_dims: expected 25 whole numbers from 0 with commas between them, found 2",
+        ),
+        (
+            "network_args = [\"block_dims=1,-2,3\"]",
+            "block_dims: expected 25 whole numbers from 0 with commas between them, number 2 is none",
+        ),
+        ("dim_from_weights = true", "dim_from_weights: needs network_weights"),
+        (
+            "dim_from_weights = true\nnetwork_weights = \"none.safetensors\"",
+            "network_weights: `none.safetensors` is needed to read its ranks",
         ),
         (
             "enable_bucket = true\nmax_bucket_reso = 256",
@@ -219,7 +235,7 @@ fn mistakes_of_data_set_configs_are_named() {
         ),
         (
             "[[datasets]]\n[[datasets.subsets]]\nmetadata_file = \"a.json\"",
-            "metadata_file: aitk reads captions from files",
+            "image_dir: this subset names no folder",
         ),
         (
             "[general]\nimage_dir = \"cats\"\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"",
@@ -268,7 +284,11 @@ fn mistakes_of_presets_are_named() {
             "\"LyCORIS/BOFT\"",
             "`LyCORIS/BOFT` is no type that aitk trains",
         ),
-        ("\"LoRA_type\": \"Kohya LoCon\",", "", "only presets of the LoRA tab"),
+        (
+            "\"LoRA_type\": \"Kohya LoCon\",",
+            "",
+            "only presets of the tabs for LoRAs",
+        ),
         (
             "\"color_aug\": false",
             "\"color_aug\": true",

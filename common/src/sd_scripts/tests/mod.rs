@@ -3,6 +3,9 @@
 mod examples;
 mod mistakes;
 mod options;
+mod presets;
 mod random;
+mod ranks;
+mod rates;
 mod scripts;
 mod support;

@@ -29,7 +29,41 @@ pub(super) fn folder() -> tempfile::TempDir {
             std::fs::write(path.join(format!("{index}.png")), png(640, 480)).unwrap();
         }
     }
+    std::fs::write(folder.path().join("lora.safetensors"), lora_file()).unwrap();
+    let metadata = r#"{"0": {"caption": "a cat", "tags": "red, small", "train_resolution": [512, 512]}, "/x/cats/3.png": {"tags": "blue"}}"#;
+    std::fs::write(folder.path().join("meta.json"), metadata).unwrap();
     folder
+}
+
+/// A LoRA of a linear layer of rank 6, another of rank 2, and a convolution of rank 3.
+fn lora_file() -> Vec<u8> {
+    let mut data = 0;
+    let mut tensors = serde_json::Map::new();
+    for (name, shape) in [
+        (
+            "lora_unet_mid_block_attentions_0_proj_in.lora_down.weight",
+            vec![6, 8, 1, 1],
+        ),
+        (
+            "lora_unet_mid_block_attentions_0_proj_in.lora_up.weight",
+            vec![8, 6, 1, 1],
+        ),
+        ("lora_unet_mid_block_resnets_0_conv1.lora_down.weight", vec![3, 8, 3, 3]),
+        ("lora_unet_mid_block_resnets_0_conv1.lora_up.weight", vec![8, 3, 1, 1]),
+        (
+            "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+            vec![2, 8],
+        ),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1.lora_up.weight", vec![8, 2]),
+    ] {
+        let bytes: usize = shape.iter().product::<usize>() * 2;
+        let entry = serde_json::json!({"dtype": "F16", "shape": shape, "data_offsets": [data, data + bytes]});
+        tensors.insert(name.to_owned(), entry);
+        data += bytes;
+    }
+    let header = serde_json::to_vec(&tensors).unwrap();
+    let length = (header.len() as u64).to_le_bytes();
+    [length.to_vec(), header, vec![0; data]].concat()
 }
 
 /// The first bytes of a PNG of this size.

@@ -171,7 +171,8 @@ fn saved(adapter: &dyn AdapterType, model: &mut dyn Model, alpha: f64, path: &Pa
     };
     let mut parts = model.parts();
     parts.retain(|part| part.role != families::PartRole::Codec);
-    let network = LoraNetwork::attach_as(adapter, &config, &mut parts, &mut TorchGenerator::manual_seed(3)).unwrap();
+    let network =
+        LoraNetwork::attach_as(adapter, &config, None, &mut parts, &mut TorchGenerator::manual_seed(3)).unwrap();
     let mut generator = TorchGenerator::manual_seed(4);
     for param in network.params() {
         let noise = generator.uniform(param.var.elem_count(), 0.05, 0.3);

@@ -30,6 +30,33 @@ fn with_regularisation(root: &Path, steps: u64) -> TrainerProcess {
 }
 
 #[test]
+fn a_training_without_some_images_is_that_of_a_folder_without_them() {
+    let trained = |excluded: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = trainer(dir.path(), 4);
+        let folder = process.datasets[0].folder_path.clone().unwrap();
+        let mut names: Vec<_> = std::fs::read_dir(&folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        names.retain(|path| path.extension().is_some_and(|ending| ending == "png"));
+        names.sort();
+        assert!(names.len() > 1);
+        match excluded {
+            true => {
+                let name = names[0].file_name().unwrap().to_str().unwrap();
+                process.datasets[0].excluded_images = vec![name.to_owned()];
+            }
+            false => std::fs::remove_file(&names[0]).unwrap(),
+        }
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        (saved_lora(dir.path()), losses(&events))
+    };
+    assert!(trained(true) == trained(false));
+}
+
+#[test]
 fn the_largest_batches_are_those_of_the_buckets() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 1);

@@ -12,6 +12,7 @@ use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::dtype::DType;
+use aitk_common::job::layer_rank::LayerRank;
 use aitk_common::job::network::{NetworkConfig, NetworkKwargs, NetworkType};
 use aitk_common::job::optimizer::OptimizerName;
 use aitk_common::job::process::TrainerProcess;
@@ -44,6 +45,26 @@ fn dropping(kind: NetworkType) -> NetworkConfig {
             module_dropout: Some(0.4),
             ..NetworkKwargs::default()
         },
+        ..network(kind)
+    }
+}
+
+/// With ranks of their own for some layers.
+fn with_layer_ranks(kind: NetworkType) -> NetworkConfig {
+    let entry = |contains: &str, linear, conv| LayerRank {
+        contains: contains.into(),
+        linear,
+        linear_alpha: Some(1.0),
+        conv,
+        ..LayerRank::default()
+    };
+    NetworkConfig {
+        layer_ranks: vec![
+            entry("attn1", Some(0), None),
+            entry("down_blocks.0", Some(2), Some(1)),
+            entry("to_k", None, Some(0)),
+            entry("proj_out", Some(5), None),
+        ],
         ..network(kind)
     }
 }
@@ -96,6 +117,7 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (network(NetworkType::Fullrank), OptimizerName::AdamW8Bit),
         (dropping(NetworkType::Dora), OptimizerName::AdamW),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
+        (with_layer_ranks(NetworkType::Lora), OptimizerName::AdamW),
     ]) {
         check_resumption(&|root| {
             let mut process = trainer(root, 6);
@@ -103,6 +125,41 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
             process.train.optimizer = optimizer;
             process
         });
+    }
+}
+
+#[test]
+fn a_network_with_the_ranks_of_a_file_starts_from_it_and_resumes_exactly() {
+    let start = fixtures().join("lora/sd_scripts_original.safetensors");
+    let network = NetworkConfig {
+        pretrained_lora_path: Some(start.display().to_string()),
+        ranks_of_pretrained_lora: true,
+        ..NetworkConfig::default()
+    };
+    let process = |root: &Path| {
+        let mut process = trainer(root, 6);
+        process.train.train_text_encoder = true;
+        process.network = Some(network.clone());
+        process
+    };
+    check_resumption(&process);
+    let dir = tempfile::tempdir().unwrap();
+    let mut unchanged = process(dir.path());
+    (unchanged.train.lr, unchanged.train.steps) = (0.0, 1);
+    complete(unchanged);
+    let (theirs, ours) = (
+        LoraFile::open(&start).unwrap(),
+        tensors(&dir.path().join("out/tiny/tiny.safetensors")),
+    );
+    assert_eq!(ours.len(), 3 * theirs.modules.len());
+    for module in &theirs.modules {
+        let expected = module.tensors.as_any().downcast_ref::<LoraTensors>().unwrap();
+        let same = ours.iter().any(|(name, down)| {
+            name.ends_with("lora_down.weight")
+                && down.dims() == expected.down.dims()
+                && crate::testing::gap(down, &expected.down) < 1e-6
+        });
+        assert!(same, "{}", module.stem);
     }
 }
 
@@ -258,7 +315,7 @@ fn trained_numbers(process: &TrainerProcess, network: &NetworkConfig) -> u64 {
     parts.retain(|part| part.role == PartRole::Denoiser);
     let (adapter, config) = (options::adapter_type(network).unwrap(), options::lora_config(network));
     let mut generator = TorchGenerator::manual_seed(1);
-    let network = LoraNetwork::attach_as(&*adapter, &config, &mut parts, &mut generator).unwrap();
+    let network = LoraNetwork::attach_as(&*adapter, &config, None, &mut parts, &mut generator).unwrap();
     network.params().iter().map(|param| param.var.elem_count() as u64).sum()
 }
 
@@ -296,6 +353,7 @@ fn the_planner_counts_the_numbers_that_are_trained() {
         });
         networks.extend([NetworkType::Dora, NetworkType::Loha, NetworkType::Fullrank].map(network));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_differences));
+        networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_layer_ranks));
         if !arch.is_flow() {
             networks.push(network(NetworkType::Locon));
             networks.push(NetworkConfig {

@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
-use crate::adapters::{AdapterType, Difference, Dora, Dropout, Locon, Loha, Lokr, Lora, LoraConfig};
+use crate::adapters::{AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, LoraConfig, Rank};
 use crate::data::{
     Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, ImageStatistics,
     MaskOptions, TagRules,
@@ -169,6 +169,7 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
         alpha: effective_alpha(network.linear_alpha, network.linear),
         conv_rank: network.conv.map(|r| r as usize),
         conv_alpha: effective_alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
+        layer_ranks: layer_ranks(network),
         dropout: Dropout {
             element: network.dropout.unwrap_or(0.0),
             rank: kwargs.rank_dropout.unwrap_or(0.0),
@@ -195,6 +196,26 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
         conv_alpha: alpha,
         ..config
     }
+}
+
+/// Converts `network.layer_ranks`: what an entry does not set is that of the network.
+fn layer_ranks(network: &NetworkConfig) -> Vec<LayerRank> {
+    let rank = |rank: u32, alpha: Option<f64>| Rank {
+        rank: rank as usize,
+        alpha: effective_alpha(alpha.unwrap_or(0.0), rank),
+    };
+    let entries = network.layer_ranks.iter().map(|entry| LayerRank {
+        contains: entry.contains.clone(),
+        linear: rank(
+            entry.linear.unwrap_or(network.linear),
+            entry.linear_alpha.or(Some(network.linear_alpha)),
+        ),
+        conv: rank(
+            entry.conv.or(network.conv).unwrap_or(0),
+            entry.conv_alpha.or(network.conv_alpha),
+        ),
+    });
+    entries.collect()
 }
 
 /// Converts the data sets, one per resolution.
@@ -303,6 +324,12 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             cache_latents: dataset.cache_latents && dataset.caches_latents(),
             cache_latents_to_disk: dataset.cache_latents_to_disk && dataset.caches_latents(),
             stay_in_folder: cx.has_staged_inputs(),
+            captions_file: dataset
+                .captions_file
+                .as_ref()
+                .map(|path| cx.local_path(path))
+                .transpose()?,
+            excluded: dataset.excluded_images.clone(),
         });
     }
     Ok(out)

@@ -3,7 +3,7 @@
 use super::super::context::Context;
 use super::embedding::TrainedWord;
 use super::options;
-use crate::adapters::{LoraHandle, LoraNetwork};
+use crate::adapters::{LoraFile, LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Model, PartRole};
 use crate::optim::Param;
@@ -64,7 +64,11 @@ impl Target {
             PartRole::Codec => false,
         });
         let has_no_alpha = trained.iter().any(|part| part.lora_names == LoraNames::Dotted);
-        let network = LoraNetwork::attach_as(&*adapter, &config, &mut trained, &mut generator)?;
+        let ranks_file = match &network.pretrained_lora_path {
+            Some(path) if network.ranks_of_pretrained_lora => Some(LoraFile::open(&cx.local_path(path)?)?),
+            _ => None,
+        };
+        let network = LoraNetwork::attach_as(&*adapter, &config, ranks_file.as_ref(), &mut trained, &mut generator)?;
         // 1 is the default, so nobody chose it.
         if has_no_alpha && !adapter.has_old_names() && config.alpha != config.rank as f64 && config.alpha != 1.0 {
             cx.log(

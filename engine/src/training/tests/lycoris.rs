@@ -142,8 +142,14 @@ fn check_sd(name: &str) {
     let mut model = family.load(&LoadOptions::cpu());
     let mut trained = model.parts();
     trained.retain(|part| part.id == "unet");
-    let network =
-        LoraNetwork::attach_as(&*adapter, &config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    let network = LoraNetwork::attach_as(
+        &*adapter,
+        &config,
+        None,
+        &mut trained,
+        &mut TorchGenerator::manual_seed(0),
+    )
+    .unwrap();
     drop(trained);
     let params = in_order(&network);
     set_first_values(&params, report["seed"].as_u64().unwrap());
@@ -170,6 +176,7 @@ fn check_flux(name: &str, residency: Residency) {
     let network = LoraNetwork::attach_as(
         &*adapter(variant),
         &config,
+        None,
         &mut trained,
         &mut TorchGenerator::manual_seed(0),
     )

@@ -1,0 +1,67 @@
+//! Ranks of layers: what contradicts them is an error at its key.
+
+use super::JobError;
+use super::tests::{MINIMAL, load_yaml};
+
+/// The error about a network with these keys, if there is one.
+fn problem(kind: &str, keys: &str) -> Option<String> {
+    let network = format!("network: {{type: {kind}, linear: 8, {keys}}}");
+    let text = MINIMAL.replace("network: {type: lora, linear: 8}", &network);
+    assert!(text.contains(keys));
+    match load_yaml(&text) {
+        Ok(_) => None,
+        Err(JobError::Invalid { findings }) => {
+            assert_eq!(findings.len(), 1, "{keys}: {findings:?}");
+            assert!(findings[0].line.is_some());
+            Some(format!("{}: {}", findings[0].key, findings[0].message))
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn ranks_of_layers_need_a_network_with_ranks() {
+    let ranks = "layer_ranks: [{contains: attn1, linear: 0, conv_alpha: 2}]";
+    let file = "ranks_of_pretrained_lora: true, pretrained_lora_path: a.safetensors";
+    assert_eq!(problem("lora", file), None);
+    for kind in ["lora", "dora", "loha", "locon"] {
+        assert_eq!(problem(kind, ranks), None, "{kind}");
+    }
+    for (kind, keys, key, part) in [
+        (
+            "lora",
+            "layer_ranks: [{linear: 3}]",
+            "layer_ranks[0].contains",
+            "needs a part of the names",
+        ),
+        (
+            "lora",
+            "layer_ranks: [{contains: a, linear: 20000}]",
+            "layer_ranks[0].linear",
+            "16384",
+        ),
+        (
+            "lora",
+            "layer_ranks: [{contains: a, conv_alpha: 2000000}]",
+            "layer_ranks[0].conv_alpha",
+            "1000000",
+        ),
+        ("fullrank", ranks, "network.layer_ranks", "which has no ranks"),
+        ("lokr", ranks, "network.layer_ranks", "lokr_full_rank: true"),
+        ("loha", file, "ranks_of_pretrained_lora", "is for `type: lora`"),
+        (
+            "lora",
+            "ranks_of_pretrained_lora: true",
+            "ranks_of_pretrained_lora",
+            "needs `pretrained_lora_path`",
+        ),
+    ] {
+        let found = problem(kind, keys).unwrap_or_else(|| panic!("{keys}"));
+        assert!(found.contains(key) && found.contains(part), "{found}");
+    }
+    let both = problem("lora", &format!("{file}, {ranks}")).unwrap();
+    assert!(
+        both.contains("ranks_of_pretrained_lora: cannot be used together with `layer_ranks`"),
+        "{both}"
+    );
+}

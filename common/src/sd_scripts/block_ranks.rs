@@ -1,0 +1,116 @@
+//! Ranks and alphas of the blocks of a U-Net: `block_dims`, `block_alphas`, `conv_block_dims` and `conv_block_alphas` of `network_args`,
+//! as `networks/lora.py` reads them (`get_block_dims_and_alphas`).
+
+use super::arguments::Argument;
+use super::report::{Import, number};
+use super::script::ScriptFamily;
+use super::unet_blocks::{block_counts, unet_blocks};
+use serde_json::{Value, json};
+
+/// The arguments.
+pub(super) const ARGUMENTS: [&str; 4] = ["block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"];
+/// Arguments that switch them on: `block_dims`, and weights of learning rates.
+const SWITCHES: [&str; 4] = ["block_dims", "down_lr_weight", "mid_lr_weight", "up_lr_weight"];
+
+/// The ranks and alphas of a network.
+pub(super) struct NetworkRanks {
+    pub linear: (f64, f64),
+    pub conv: Option<(f64, f64)>,
+}
+
+fn given<'a>(arguments: &'a [Argument], name: &str) -> Option<&'a Argument> {
+    let is_set = |argument: &&Argument| argument.name == name && !matches!(argument.text.trim(), "" | "None");
+    arguments.iter().find(is_set)
+}
+
+/// Whether larger convolutions of some blocks have ranks.
+pub(super) fn has_convolutions(arguments: &[Argument]) -> bool {
+    given(arguments, "conv_block_dims").is_some() && SWITCHES.iter().any(|name| given(arguments, name).is_some())
+}
+
+/// The entries of `network.layer_ranks`: of the blocks whose ranks or alphas differ from those of the network.
+pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], network: &NetworkRanks) -> Vec<Value> {
+    let Some(first) = ARGUMENTS.iter().find_map(|name| given(arguments, name)) else {
+        return Vec::new();
+    };
+    let family = import.script.family();
+    let is_unet = matches!(family, ScriptFamily::Sd | ScriptFamily::Sdxl);
+    if !is_unet || import.settings.text("network_module") != Some("networks.lora") {
+        let message = format!("{} is for networks.lora of a U-Net: remove it", first.name);
+        import.error("network_args", message);
+        return Vec::new();
+    }
+    if !SWITCHES.iter().any(|name| given(arguments, name).is_some()) {
+        let message = format!("{} is ignored without block_dims, as in sd-scripts", first.name);
+        import.note("network_args", message);
+        return Vec::new();
+    }
+    let is_xl = family == ScriptFamily::Sdxl;
+    let [down, middle, _] = block_counts(is_xl);
+    // SDXL counts its embeddings and its output too, which have no LoRA.
+    let (outer, count) = if is_xl { (1, 23) } else { (0, 25) };
+    let mut list = |name: &str, is_rank: bool| match given(arguments, name) {
+        Some(argument) => numbers(import, argument, count, is_rank).map(Some),
+        None => Some(None),
+    };
+    let (Some(dims), Some(alphas), Some(conv_dims), Some(conv_alphas)) = (
+        list("block_dims", true),
+        list("block_alphas", false),
+        list("conv_block_dims", true),
+        list("conv_block_alphas", false),
+    ) else {
+        return Vec::new();
+    };
+    let at = |list: &Option<Vec<f64>>, place: usize, default: f64| match list {
+        Some(list) => list.get(place).copied().unwrap_or(default),
+        None => default,
+    };
+    let conv_alpha = match given(arguments, "conv_alpha").and_then(Argument::number) {
+        Some(alpha) => alpha,
+        None => network.conv.map_or(1.0, |(_, alpha)| alpha),
+    };
+    let mut entries = Vec::new();
+    for (name, part, index) in unet_blocks(is_xl, network.conv.is_some() || conv_dims.is_some()) {
+        let place = outer + [0, down, down + middle][part] + index;
+        let linear = (at(&dims, place, network.linear.0), at(&alphas, place, network.linear.1));
+        let conv = match &conv_dims {
+            // conv_block_alphas counts only beside conv_block_dims.
+            Some(_) => Some((at(&conv_dims, place, 0.0), at(&conv_alphas, place, conv_alpha))),
+            None => network.conv,
+        };
+        if linear == network.linear && conv == network.conv {
+            continue;
+        }
+        let mut entry = json!({"contains": name, "linear": number(linear.0), "linear_alpha": number(linear.1)});
+        if let Some((rank, alpha)) = conv {
+            entry["conv"] = number(rank);
+            entry["conv_alpha"] = number(alpha);
+        }
+        entries.push(entry);
+    }
+    entries
+}
+
+/// The numbers of an argument; `None` after an error.
+fn numbers(import: &mut Import<'_>, argument: &Argument, count: usize, is_rank: bool) -> Option<Vec<f64>> {
+    let parse = |text: &str| match is_rank {
+        true => text.trim().parse::<u32>().ok().map(f64::from),
+        false => text.trim().parse::<f64>().ok().filter(|number| number.is_finite()),
+    };
+    let items: Vec<Option<f64>> = argument.text.split(',').map(parse).collect();
+    let found: Option<Vec<f64>> = items.iter().copied().collect();
+    let found = found.filter(|numbers| numbers.len() == count);
+    if found.is_none() {
+        let what = if is_rank { "whole numbers from 0" } else { "numbers" };
+        let is = match items.iter().position(Option::is_none) {
+            Some(place) => format!("number {} is none", place + 1),
+            None => format!("found {}", items.len()),
+        };
+        let message = format!(
+            "{}: expected {count} {what} with commas between them, {is}",
+            argument.name
+        );
+        import.error("network_args", message);
+    }
+    found
+}

@@ -1,0 +1,71 @@
+//! The fields of a preset of the kohya GUI, and the options that they become.
+
+use super::document::{Entry, Position, Table, Value, finding};
+use super::settings::shortened;
+use crate::job::Finding;
+
+/// The fields of a preset.
+pub(super) struct Fields(pub Table);
+
+impl Fields {
+    /// A field that is set: not empty, not 0, not false.
+    pub(super) fn get(&self, name: &str) -> Option<&Value> {
+        self.0
+            .iter()
+            .find(|entry| entry.key == name)
+            .map(|entry| &entry.value)
+            .filter(|value| !value.is_off())
+    }
+
+    /// Whether the preset has a field, also one that is not set.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|entry| entry.key == name)
+    }
+
+    pub(super) fn is_on(&self, name: &str) -> bool {
+        matches!(self.get(name), Some(Value::Bool(true)))
+    }
+
+    pub(super) fn text(&self, name: &str) -> Option<String> {
+        match self.get(name)? {
+            Value::Text(text) => Some(text.clone()),
+            Value::Bool(on) => Some(if *on { "True" } else { "False" }.to_owned()),
+            Value::Whole(number) => Some(number.to_string()),
+            Value::Number(number) => Some(format!("{number:?}")),
+            _ => None,
+        }
+    }
+
+    pub(super) fn number(&self, name: &str) -> f64 {
+        let value = self.get(name);
+        let parsed = match value {
+            Some(Value::Text(text)) => text.trim().parse().ok(),
+            Some(value) => value.as_number(),
+            None => None,
+        };
+        parsed.filter(|number: &f64| number.is_finite()).unwrap_or(0.0)
+    }
+}
+
+/// The options that are collected.
+pub(super) struct Options<'a> {
+    pub table: Table,
+    pub file: &'a str,
+    pub errors: &'a mut Vec<Finding>,
+}
+
+impl Options<'_> {
+    pub(super) fn set(&mut self, key: &str, value: Value) {
+        self.table.retain(|entry| entry.key != key);
+        self.table.push(Entry {
+            key: key.to_owned(),
+            value,
+            at: Position::default(),
+        });
+    }
+
+    pub(super) fn error(&mut self, key: &str, message: impl Into<String>) {
+        let error = finding(self.file, Position::default(), &shortened(key), message);
+        self.errors.push(error);
+    }
+}

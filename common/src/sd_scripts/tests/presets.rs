@@ -1,0 +1,143 @@
+//! Presets of the kohya GUI's tabs for whole models, and metadata files.
+
+use super::support::{base, folder, import_in, job};
+use crate::job::process::TrainerProcess;
+use crate::sd_scripts::{Script, Source, SourceFormat, import};
+use std::path::Path;
+
+fn preset(folder: &Path, fields: &str) -> Result<(Script, TrainerProcess), Vec<String>> {
+    let text = format!(
+        "{{\"pretrained_model_name_or_path\": \"model\", \"output_dir\": \"out\", \"max_resolution\": \"512,512\", \"optimizer\": \"AdamW\", \
+         \"learning_rate\": \"1e-5\", \"caption_extension\": \".txt\", {fields}}}"
+    );
+    let source = Source {
+        text: &text,
+        format: SourceFormat::GuiPreset,
+        file: "preset.json",
+        directory: folder,
+        dataset_config: None,
+        script: None,
+    };
+    match import(source) {
+        Ok(imported) => Ok((
+            imported.script,
+            job(&imported.yaml).process[0].trainer().unwrap().clone(),
+        )),
+        Err(errors) => Err(errors.iter().map(ToString::to_string).collect()),
+    }
+}
+
+#[test]
+fn the_tab_for_fine_tuning_reads_captions_as_it_would_write_them() {
+    let folder = folder();
+    let (script, process) = preset(
+        folder.path(),
+        r#""image_folder": "cats", "train_dir": "work", "create_caption": true, "dataset_repeats": "3", "epoch": 2, "train_batch_size": 2,
+           "train_text_encoder": true, "use_latent_files": "No", "full_path": true"#,
+    )
+    .unwrap();
+    assert_eq!(script, Script::FineTune);
+    // 7 images, 3 times, 2 epochs, in batches of 2.
+    assert_eq!((process.train.steps, process.train.train_text_encoder), (21, true));
+    assert!(process.network.is_none());
+    let dataset = &process.datasets[0];
+    assert_eq!(
+        (
+            dataset.folder_path.as_deref(),
+            dataset.num_repeats,
+            dataset.buckets,
+            dataset.caption_ext.as_str()
+        ),
+        (Some("cats"), 3, true, ".txt")
+    );
+    assert_eq!(dataset.captions_file, None);
+
+    let (script, process) = preset(
+        folder.path(),
+        r#""image_folder": "cats", "train_dir": "", "caption_metadata_filename": "meta.json", "sdxl_checkbox": true, "flip_aug": true,
+           "max_train_steps": 5"#,
+    )
+    .unwrap();
+    assert_eq!(script, Script::SdxlTrain);
+    assert_eq!(process.train.steps, 3);
+    let dataset = &process.datasets[0];
+    assert_eq!(
+        (dataset.folder_path.as_deref(), dataset.captions_file.as_deref()),
+        (Some("cats"), Some("meta.json"))
+    );
+    let errors = preset(folder.path(), r#""image_folder": """#).unwrap_err();
+    assert!(
+        errors[0].contains("image_folder: the preset names no images"),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn the_tab_for_dreambooth_trains_folders_with_repeats() {
+    let folder = folder();
+    let fields = r#""train_data_dir": "images", "reg_data_dir": "reg", "epoch": 1, "prior_loss_weight": 0.5"#;
+    let (script, process) = preset(folder.path(), fields).unwrap();
+    assert_eq!(script, Script::TrainDb);
+    assert_eq!((process.train.steps, process.train.train_text_encoder), (240, true));
+    assert_eq!((process.datasets.len(), process.train.reg_weight), (2, 0.5));
+    let (script, _) = preset(folder.path(), &format!("{fields}, \"sd3_checkbox\": true")).unwrap();
+    assert_eq!(script, Script::Sd3Train);
+    for (more, expected) in [
+        (
+            "\"stop_text_encoder_training\": 50",
+            "stop_text_encoder_training: aitk trains the text encoder to the end",
+        ),
+        ("\"no_token_padding\": true", "no_token_padding: aitk fills captions"),
+        ("\"token_string\": \"cat\"", "only presets of the tabs for LoRAs"),
+    ] {
+        let errors = preset(folder.path(), &format!("{fields}, {more}")).unwrap_err();
+        assert!(errors[0].contains(expected), "{errors:?}");
+    }
+    let (_, process) = preset(folder.path(), &format!("{fields}, \"stop_text_encoder_training\": -1")).unwrap();
+    assert!(!process.train.train_text_encoder);
+}
+
+/// Only the images of the file are counted.
+#[test]
+fn a_metadata_file_has_captions_and_says_which_images_are_trained() {
+    let folder = folder();
+    let common = base(Script::FineTune).replace("\"images\"", "\"cats\"");
+    let import = |more: &str| import_in(folder.path(), &format!("{common}{more}\n"), Some(Script::FineTune));
+    let imported = import("in_json = \"meta.json\"\nmax_train_epochs = 5\ndataset_repeats = 2").unwrap();
+    let job = job(&imported.yaml);
+    let process = job.process[0].trainer().unwrap();
+    assert_eq!(process.train.steps, 20);
+    assert_eq!(process.datasets[0].captions_file.as_deref(), Some("meta.json"));
+    for (name, text, expected) in [
+        ("none.json", None, "`none.json` cannot be read"),
+        ("list.json", Some("[]"), "`list.json`: expected a JSON object"),
+    ] {
+        if let Some(text) = text {
+            std::fs::write(folder.path().join(name), text).unwrap();
+        }
+        let errors = import(&format!("in_json = \"{name}\"")).unwrap_err();
+        assert!(
+            errors[0].to_string().contains(expected) && errors[0].line == Some(6),
+            "{errors:?}"
+        );
+    }
+}
+
+#[test]
+fn a_lokr_that_splits_nothing_has_no_tucker_and_no_decomposition() {
+    let folder = folder();
+    let import = |rank: u32| {
+        let text = format!(
+            "{}network_train_unet_only = true\nnetwork_dim = {rank}\nnetwork_args = [\"algo=lokr\", \"use_cp=True\", \"decompose_both=True\", \
+             \"rank_dropout_scale=True\"]\n",
+            base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya")
+        );
+        import_in(folder.path(), &text, None)
+    };
+    import(100_000).unwrap();
+    let errors: Vec<String> = import(8).unwrap_err().iter().map(ToString::to_string).collect();
+    assert!(
+        errors.len() == 2 && errors.iter().any(|error| error.contains("use_cp")),
+        "{errors:?}"
+    );
+}

@@ -1,0 +1,110 @@
+//! Ranks of blocks, and those of a file. Names as `networks/lora.py` counts blocks (`get_block_index`).
+
+use super::support::{base, folder, import_in, job};
+use crate::job::network::NetworkConfig;
+use crate::sd_scripts::Script;
+
+fn network(script: Script, lines: &str) -> (NetworkConfig, Vec<String>) {
+    let folder = folder();
+    let imported = import_in(folder.path(), &format!("{}{lines}\n", base(script)), Some(script)).unwrap();
+    let notes = imported.notes.iter().map(ToString::to_string).collect();
+    let job = job(&imported.yaml);
+    (job.process[0].trainer().unwrap().network.clone().unwrap(), notes)
+}
+
+/// Linear rank and alpha, and those of convolutions, of the layers of this name.
+fn of(network: &NetworkConfig, name: &str) -> (Option<u32>, Option<f64>, Option<u32>, Option<f64>) {
+    let entry = network.layer_ranks.iter().find(|entry| name.contains(&entry.contains));
+    let entry = entry.unwrap_or_else(|| panic!("no entry for {name}"));
+    (entry.linear, entry.linear_alpha, entry.conv, entry.conv_alpha)
+}
+
+fn list(first: u32, count: u32) -> String {
+    let numbers: Vec<String> = (first..first + count).map(|number| number.to_string()).collect();
+    numbers.join(",")
+}
+
+#[test]
+fn blocks_have_their_own_ranks() {
+    let arguments = format!(
+        "network_args = [\"block_dims={}\", \"block_alphas={}\", \"conv_block_dims={}\", \"conv_alpha=0.5\"]",
+        list(0, 25),
+        list(100, 25),
+        list(200, 25)
+    );
+    let (found, _) = network(Script::TrainNetwork, &arguments);
+    let expected = |place: u32| (Some(place), Some(f64::from(100 + place)), Some(200 + place), Some(0.5));
+    for (name, place) in [
+        ("unet.down_blocks.0.resnets.0.conv1", 1),
+        ("unet.down_blocks.0.downsamplers.0.conv", 3),
+        ("unet.down_blocks.1.attentions.1.proj_in", 5),
+        ("unet.down_blocks.3.resnets.1.conv2", 11),
+        ("unet.mid_block.attentions.0.proj_in", 12),
+        ("unet.up_blocks.0.upsamplers.0.conv", 15),
+        ("unet.up_blocks.3.attentions.2.proj_out", 24),
+    ] {
+        assert_eq!(of(&found, name), expected(place), "{name}");
+    }
+    let only = found.network_kwargs.only_if_contains.unwrap();
+    assert!(only.contains(&"resnets".to_owned()), "{only:?}");
+
+    let arguments = format!("network_args = [\"block_dims={}\"]", list(0, 23));
+    let (found, _) = network(Script::SdxlTrainNetwork, &arguments);
+    for (name, place) in [
+        ("unet.down_blocks.1.attentions.0.proj_in", 5),
+        ("unet.mid_block.attentions.0.proj_in", 11),
+        ("unet.up_blocks.1.attentions.2.proj_in", 18),
+    ] {
+        assert_eq!(of(&found, name), (Some(place), Some(1.0), None, None), "{name}");
+    }
+    // The rank of the network itself, 4, needs no entry, and blocks without attentions have no LoRA here.
+    assert!(
+        found
+            .layer_ranks
+            .iter()
+            .all(|entry| entry.linear != Some(4) && entry.contains.contains("attentions"))
+    );
+}
+
+#[test]
+fn alphas_of_blocks_count_beside_ranks_or_weights() {
+    let alphas = format!("\"block_alphas={}\"", list(1, 25));
+    let (found, notes) = network(Script::TrainNetwork, &format!("network_args = [{alphas}]"));
+    assert!(found.layer_ranks.is_empty());
+    assert!(
+        notes
+            .iter()
+            .any(|note| note.contains("block_alphas is ignored without block_dims")),
+        "{notes:?}"
+    );
+    let (found, notes) = network(
+        Script::TrainNetwork,
+        &format!("network_args = [{alphas}, \"mid_lr_weight=0.5\"]"),
+    );
+    assert_eq!(of(&found, "mid_block.x"), (Some(4), Some(13.0), None, None));
+    assert!(!notes.iter().any(|note| note.contains("block_alphas")), "{notes:?}");
+}
+
+#[test]
+fn a_file_decides_the_ranks() {
+    let lines = "dim_from_weights = true\nnetwork_weights = \"lora.safetensors\"\nnetwork_dim = 64\nnetwork_dropout = 0.1\n\
+                 network_args = [\"conv_dim=4\", \"loraplus_lr_ratio=4\", \"rank_dropout=0.1\"]";
+    let (found, notes) = network(Script::TrainNetwork, lines);
+    assert!(found.ranks_of_pretrained_lora);
+    assert_eq!((found.linear, found.conv), (6, Some(3)));
+    assert_eq!((found.dropout, found.network_kwargs.rank_dropout), (None, None));
+    for ignored in [
+        "network_dim",
+        "network_dropout",
+        "conv_dim",
+        "loraplus_lr_ratio",
+        "rank_dropout",
+    ] {
+        assert!(notes.iter().any(|note| note.contains(ignored)), "{ignored}: {notes:?}");
+    }
+    let (found, _) = network(
+        Script::FluxTrainNetwork,
+        "dim_from_weights = true\nnetwork_weights = \"lora.safetensors\"",
+    );
+    assert!(found.ranks_of_pretrained_lora && found.network_kwargs.only_if_contains.is_none());
+}

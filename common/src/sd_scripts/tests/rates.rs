@@ -1,0 +1,79 @@
+//! Learning rates of whole models, and those that Adafactor chooses.
+
+use super::support::{base, folder, import_in, job};
+use crate::job::lr_factor::LrFactor;
+use crate::job::train::TrainConfig;
+use crate::sd_scripts::Script;
+
+fn train(script: Script, lines: &str) -> (TrainConfig, Vec<String>) {
+    let folder = folder();
+    let imported = import_in(folder.path(), &format!("{}{lines}\n", base(script)), Some(script)).unwrap();
+    let notes = imported.notes.iter().map(ToString::to_string).collect();
+    (job(&imported.yaml).process[0].trainer().unwrap().train.clone(), notes)
+}
+
+#[test]
+fn text_encoders_of_whole_models_have_rates_of_their_own() {
+    let factors = |script: Script, lines: &str| {
+        let (train, _) = train(script, &format!("learning_rate = 1e-5\n{lines}"));
+        let of = |factor: &LrFactor| format!("{} {:.3}", factor.contains, factor.factor);
+        let all: Vec<String> = train.lr_factors.iter().map(of).collect();
+        (train.train_text_encoder, all.join(", "))
+    };
+    let text = "train_text_encoder = true";
+    for (script, lines, expected) in [
+        (
+            Script::TrainDb,
+            "learning_rate_te = 5e-6",
+            (true, "text_encoder. 0.500"),
+        ),
+        (Script::TrainDb, "", (true, "")),
+        (Script::TrainDb, "learning_rate_te = 0", (false, "")),
+        (Script::FineTune, "learning_rate_te = 5e-6", (false, "")),
+        (
+            Script::SdxlTrain,
+            "train_text_encoder = true\nlearning_rate_te1 = 2e-6\nlearning_rate_te2 = 0",
+            (true, "text_encoder. 0.200, text_encoder_2. 0.000"),
+        ),
+        (Script::SdxlTrain, text, (true, "")),
+        (Script::SdxlTrain, "learning_rate_te1 = 2e-6", (false, "")),
+    ] {
+        let (trained, found) = factors(script, lines);
+        assert_eq!((trained, found.as_str()), expected, "{script:?} {lines}");
+    }
+}
+
+#[test]
+fn adafactor_chooses_rates_unless_it_is_told_not_to() {
+    let read = |arguments: &str| {
+        let lines = format!(
+            "optimizer_type = \"Adafactor\"\nlr_scheduler = \"adafactor\"\ntext_encoder_lr = 1e-6\noptimizer_args = [{arguments}]"
+        );
+        train(Script::TrainNetwork, &lines)
+    };
+    let param = |train: &TrainConfig, name: &str| train.optimizer_params.get(name).and_then(serde_json::Value::as_bool);
+    for (arguments, scales, warms_up) in [
+        ("", true, None),
+        ("\"scale_parameter=False\"", false, None),
+        ("\"relative_step=True\", \"warmup_init=True\"", true, Some(true)),
+        ("\"relative_step=False\", \"warmup_init=True\"", true, Some(true)),
+    ] {
+        let (train, notes) = read(arguments);
+        assert_eq!(param(&train, "relative_step"), Some(true), "{arguments}");
+        assert_eq!(param(&train, "scale_parameter"), Some(scales), "{arguments}");
+        assert_eq!(param(&train, "warmup_init"), warms_up, "{arguments}");
+        assert!(train.lr_factors.is_empty());
+        assert!(
+            notes
+                .iter()
+                .any(|note| note.contains("chooses the learning rate itself")),
+            "{notes:?}"
+        );
+    }
+    let (train, _) = train(
+        Script::TrainNetwork,
+        "optimizer_type = \"Adafactor\"\noptimizer_args = [\"relative_step=False\"]\ntext_encoder_lr = 1e-6",
+    );
+    assert_eq!(param(&train, "relative_step"), None);
+    assert_eq!(train.lr_factors.len(), 1);
+}
