@@ -1,6 +1,7 @@
 //! The metrics of a training's steps: of a run folder on this machine, or of a job.
 
 use crate::context::Context;
+use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::members::is_array;
 use crate::output::format::printable;
@@ -35,7 +36,13 @@ impl StepHistory {
     }
 
     async fn of_job(context: &Context, name: &str) -> Result<Self, Failure> {
-        let api = context.api().await?;
+        let api = context.api().await.map_err(|failure| match failure.exit {
+            Exit::Usage => failure.hint(format!(
+                "a training on this machine is named by its run folder; there is none at {}",
+                printable(name)
+            )),
+            _ => failure,
+        })?;
         let job = api.resolve(name).await?;
         if is_array(&job) {
             return Err(

@@ -54,7 +54,7 @@ fn with_digest(text: &[u8]) -> Vec<u8> {
 fn job(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes) {
         if let Some(demand) = Demand::of_job(&value, None, &[]) {
-            let _ = demand.units();
+            let _ = demand.passes();
         }
         if let Ok(spec) = serde_json::from_value::<JobSpec>(value) {
             let _ = spec.inputs();

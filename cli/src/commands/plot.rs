@@ -18,6 +18,16 @@ use std::path::Path;
 
 pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     let ui = context.ui(true);
+    if let Some(path) = &args.output
+        && !path
+            .extension()
+            .is_some_and(|ending| ending.eq_ignore_ascii_case("png"))
+    {
+        return Err(Failure::usage(format!(
+            "{}: the image is a PNG; give a name that ends in .png",
+            path.display()
+        )));
+    }
     let history = StepHistory::read(context, &args.job).await?;
     if let Some(folder) = &args.tensorboard {
         return write_event_file(&ui, &history, folder, &args.job);

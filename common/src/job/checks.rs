@@ -198,10 +198,13 @@ fn check_prompts(process: &TrainerProcess, cx: &mut ReadContext) {
     } else if !process.drops_prompts() {
         cx.warn_at(
             "train.prompt_dropout_prob",
-            format!(
-                "has no effect, as in ai-toolkit: captions are encoded before the training, or `{}` has no such dropout",
-                process.model.arch.name
-            ),
+            match process.encodes_captions_first() {
+                true => "has no effect, as in ai-toolkit: captions are encoded before the training".to_owned(),
+                false => format!(
+                    "has no effect, as in ai-toolkit: a `{}` has no such dropout",
+                    process.model.arch.name
+                ),
+            },
         );
     }
 }

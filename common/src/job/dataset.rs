@@ -269,6 +269,24 @@ fn check(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
             "has no effect without `random_crop: true` and `buckets: false`, as in ai-toolkit",
         );
     }
+    if dataset.use_short_captions && dataset.dataset_path.is_none() {
+        report.warn(
+            join(path, "use_short_captions"),
+            "has no effect on the images of a folder, as in ai-toolkit: short captions are those of a JSON file, `dataset_path`",
+        );
+    }
+    let has_augmentations = dataset
+        .augmentations
+        .as_ref()
+        .is_some_and(|entries| !entries.is_empty());
+    for (key, is_set) in [
+        ("shuffle_augmentations", dataset.shuffle_augmentations),
+        ("replay_transforms", !dataset.replay_transforms),
+    ] {
+        if is_set && !has_augmentations {
+            report.warn(join(path, key), "has no effect without `augmentations`");
+        }
+    }
 }
 
 /// Checks the augmentations, and what they exclude.

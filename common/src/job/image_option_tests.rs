@@ -56,6 +56,24 @@ fn augmentations_are_checked_with_file_line_and_key() {
     );
     let (errors, _) = of_dataset("augmentations:\n  - {method: Rotate, params: {limitt: 5}}");
     assert_one(&errors, &["augmentations[0].params.limitt", "limit"]);
+    let (errors, _) = of_dataset("augmentations:\n  - method: Sharpen\n    params:\n      alpha: 0.5");
+    assert_one(
+        &errors,
+        &[
+            "job.yaml:15:",
+            "augmentations[0].params.alpha",
+            "two numbers, [low, high], each from 0 to 1",
+        ],
+    );
+    for (line, key) in [
+        ("shuffle_augmentations: true", "shuffle_augmentations"),
+        ("replay_transforms: false", "replay_transforms"),
+        ("use_short_captions: true", "use_short_captions"),
+    ] {
+        let (errors, warnings) = of_dataset(line);
+        assert_eq!(errors, [""; 0]);
+        assert_one(&warnings, &[key, "has no effect"]);
+    }
     let (errors, warnings) = of_dataset("augments: [ColorJitter]\ncache_latents_to_disk: true");
     assert_eq!(errors, [""; 0]);
     assert_one(&warnings, &["cache_latents_to_disk", "is ignored"]);
@@ -63,6 +81,18 @@ fn augmentations_are_checked_with_file_line_and_key() {
     assert_one(&of_dataset(shift).0, &["ShiftScaleRotate", "replay_transforms"]);
     let still = format!("{shift}\nreplay_transforms: false");
     assert_eq!(of_dataset(&still).0, [""; 0]);
+}
+
+#[test]
+fn factors_of_learning_rates_that_are_for_no_tensor_are_errors() {
+    let (errors, _) = of_train("lr_factors: [{contains: down_blocks_0, factor: 2}, {contains: lora_te, factor: 0.5}]");
+    assert_one(&errors, &["lr_factors[1].contains", "no text encoder is trained"]);
+    let both = "train_text_encoder: true\nlr_factors: [{contains: lora_te, factor: 0}]";
+    assert_eq!(of_train(both).0, [""; 0]);
+    let (errors, _) = of_train("lr_factors: [{contains: down, factor: 0}, {contains: \"*\", factor: 0}]");
+    assert_one(&errors, &["nothing is trained"]);
+    let some = "lr_factors: [{contains: down, factor: 1}, {contains: \"*\", factor: 0}]";
+    assert_eq!(of_train(some).0, [""; 0]);
 }
 
 #[test]

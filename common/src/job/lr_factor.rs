@@ -28,8 +28,9 @@ fn finish(factor: &mut LrFactor, _present: &PresentKeys, cx: &mut ReadContext) {
 }
 
 /// Checks the factors of a training with this optimizer.
-pub(super) fn check(factors: &[LrFactor], optimizer: OptimizerName, cx: &mut ReadContext) {
+pub(super) fn check(factors: &[LrFactor], optimizer: OptimizerName, trains_text: bool, cx: &mut ReadContext) {
     cx.check_item_count("lr_factors", factors.len(), MAX_LR_FACTORS);
+    check_entries(factors, trains_text, cx);
     if !factors.is_empty() && optimizer.finds_learning_rate() {
         cx.error_at(
             "lr_factors",
@@ -37,6 +38,29 @@ pub(super) fn check(factors: &[LrFactor], optimizer: OptimizerName, cx: &mut Rea
                 "`{optimizer}` finds one learning rate for all tensors: use `adamw`, `adamw8bit`, `lion` or `adafactor`"
             ),
         );
+    }
+}
+
+/// Reports entries that can be for no tensor, and entries that leave nothing to train.
+fn check_entries(factors: &[LrFactor], trains_text: bool, cx: &mut ReadContext) {
+    for (index, factor) in factors.iter().enumerate() {
+        if factor.contains.starts_with("lora_te") && !trains_text {
+            cx.error_at(
+                &format!("lr_factors[{index}].contains"),
+                format!(
+                    "no trained tensor has `{}` in its name, because no text encoder is trained: set `train.train_text_encoder: true`, or remove \
+                     the entry",
+                    factor.contains
+                ),
+            );
+        }
+    }
+    let all = factors.iter().take_while(|factor| factor.factor == 0.0);
+    if all
+        .into_iter()
+        .any(|factor| factor.contains.bytes().all(|byte| byte == b'*'))
+    {
+        cx.error_at("lr_factors", "nothing is trained: all learning rates are 0");
     }
 }
 

@@ -364,7 +364,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("embedding_lr", train.embedding_lr.unwrap_or_default(), 0.0..=MAX_FACTOR);
-    lr_factor::check(&train.lr_factors, train.optimizer, cx);
+    lr_factor::check(&train.lr_factors, train.optimizer, train.train_text_encoder, cx);
     let chooses_rates = train.optimizer_params.get("relative_step") == Some(&true.into());
     if chooses_rates && !train.lr_factors.is_empty() {
         let message = "has no effect with `optimizer_params.relative_step`, with which the optimizer chooses the learning rates: remove one of them";

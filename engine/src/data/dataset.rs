@@ -298,6 +298,20 @@ impl DatasetScan {
                 image.path.file_name().unwrap_or_default().to_string_lossy()
             )));
         }
+        let is_too_large = |image: &&ScannedImage| {
+            let (width, height) = options.scaled(image.size);
+            u64::from(width) * u64::from(height) > image_io::MAX_PIXELS
+        };
+        if let Some(image) = self.images.iter().find(is_too_large).filter(|_| options.scale > 1.0) {
+            return Err(EngineError::bad_input(format!(
+                "{}: the image has {} x {} pixels, and times `scale: {}` more than the {} that are allowed: lower `scale`",
+                image.path.display(),
+                image.size.0,
+                image.size.1,
+                options.scale,
+                image_io::MAX_PIXELS
+            )));
+        }
         let is_too_small = |image: &&ScannedImage| {
             let (width, height) = options.scaled(image.size);
             width.min(height) < options.resolution

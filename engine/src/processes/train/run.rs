@@ -68,7 +68,7 @@ pub(super) struct Run<'a> {
 
 /// Checks that each entry of `train.lr_factors` is for some tensor.
 fn check_lr_factors(process: &TrainerProcess, params: &[Param]) -> Result<()> {
-    for factor in &process.train.lr_factors {
+    for (index, factor) in process.train.lr_factors.iter().enumerate() {
         if !params.iter().any(|param| factor.is_for(&param.name)) {
             let names: Vec<&str> = params
                 .iter()
@@ -77,7 +77,8 @@ fn check_lr_factors(process: &TrainerProcess, params: &[Param]) -> Result<()> {
                 .take(3)
                 .collect();
             return Err(EngineError::bad_input(format!(
-                "train.lr_factors: no trained tensor has `{}` in its name; some of the names are {}",
+                "train.lr_factors[{index}].contains: no trained tensor has `{}` in its name; some of the names are {}. Of a config of sd-scripts \
+                 it is a block that the model does not have: remove its weight",
                 factor.contains,
                 names.join(", ")
             )));
