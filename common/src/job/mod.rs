@@ -107,14 +107,14 @@ impl Format {
 }
 
 #[cfg(test)]
-mod examples;
+mod example_tests;
 #[cfg(test)]
-mod hostile;
+mod hostile_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod image_option_tests;
 #[cfg(test)]
-mod mistakes;
+mod mistake_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod network_tests;

@@ -1,6 +1,6 @@
 //! Attaches a LoRA file to a model.
 
-use super::file::{FileLayers, LoraFile};
+use super::adapter_file::{FileLayers, LoraFile};
 use super::file_layer::Site;
 use super::handle::{LoraHandle, Multiplier};
 use super::names::{LayerIndex, saved_name};

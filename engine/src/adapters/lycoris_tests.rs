@@ -1,9 +1,9 @@
 //! LoKr and LoCon: comparison with the fixtures of `tests/reference/make_lycoris_files.py`, and the trained networks.
 
 use super::file_layer::{RoleTensors, Site};
+use super::file_readers::read_layer;
 use super::keys::{ParsedKey, parse_key};
 use super::names::NamedLayers;
-use super::registry::read_layer;
 use super::*;
 use crate::families::{self, Conditioning, LoadOptions, LoraNames, Model};
 use crate::nn::{BaseLayer, LayerKind, conv2d};

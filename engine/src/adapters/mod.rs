@@ -7,17 +7,17 @@
 //!   peft.
 //! - [`load_lora`]: attaches a file to a model for inference.
 //! - [`LoraNetwork`]: the trainable layers of a model, and the tensors to save.
-//! - [`base_layers`]: the layers of a model with their own weights, for LoRAs that are extracted.
+//! - [`model_layers`]: the layers of a model with their own weights, for LoRAs that are extracted.
 //! - [`rescale_lora`]: changes the strength of a file.
 //! - [`convert_lora`]: writes a file with the names of another program.
 
-mod base_layers;
+mod adapter_file;
 mod control;
 mod convert;
 mod difference;
 mod dora;
-mod file;
 mod file_layer;
+mod file_readers;
 mod handle;
 mod joined;
 mod keys;
@@ -28,12 +28,12 @@ mod loha;
 mod lokr;
 mod lora;
 mod lora_file;
+mod model_layers;
 mod names;
 mod network;
 mod oft;
 mod origin;
 mod ranks;
-mod registry;
 mod rescale;
 mod save;
 mod stored_matrix;
@@ -41,11 +41,10 @@ mod tensors;
 mod trained_layer;
 mod weight_adapter;
 
-pub use base_layers::{BaseLayer, base_layers};
+pub use adapter_file::LoraFile;
 pub use convert::{Conversion, ConvertedLora, Dialect, convert_lora};
 pub use difference::Difference;
 pub use dora::Dora;
-pub use file::LoraFile;
 pub use file_layer::{FileLayer, LoraModule, Site};
 pub use handle::{LoraHandle, LoraPass, Multiplier};
 pub use layer::{Dropout, LoraLayer};
@@ -54,6 +53,7 @@ pub use locon::Locon;
 pub use loha::Loha;
 pub use lokr::Lokr;
 pub use lora::Lora;
+pub use model_layers::{ModelLayer, model_layers};
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use ranks::{LayerRank, Rank};

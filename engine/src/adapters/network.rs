@@ -1,7 +1,7 @@
 //! The trainable network of a model: its target layers, saving and loading. The types of adapters are in files of their own.
 
+use super::adapter_file::LoraFile;
 use super::difference::Difference;
-use super::file::LoraFile;
 use super::handle::LoraHandle;
 use super::layer::Dropout;
 use super::load::{attach_adapter, index_layers};

@@ -1,6 +1,6 @@
 //! Ranks of layers that differ from those of their network: of `network.layer_ranks`, or of the layers of a LoRA file.
 
-use super::file::LoraFile;
+use super::adapter_file::LoraFile;
 use super::names::{LayerIndex, LayerKey};
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};

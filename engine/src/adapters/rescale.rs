@@ -1,6 +1,6 @@
 //! Changes the strength that a LoRA file has by itself.
 
-use super::file::LoraFile;
+use super::adapter_file::LoraFile;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::save::is_finite;
 use super::tensors::LoraTensors;

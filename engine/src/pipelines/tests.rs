@@ -160,7 +160,7 @@ fn model_with_lora(lora: &Path) -> (SdModel, LoadedLora) {
     (model, lora)
 }
 
-/// diffusers generated the images with LoRAs of aitk's trainer (`processes::train::our_lora`,
+/// diffusers generated the images with LoRAs of aitk's trainer (`processes::train::our_lora_tests`,
 /// `tests/reference/make_our_lora.py`, which also checks that diffusers loads every tensor).
 #[test]
 fn loras_of_aitk_give_the_same_images_in_diffusers() {

@@ -24,7 +24,7 @@ mod result_file;
 mod save_dtype;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod shipped_examples;
+mod shipped_example_tests;
 #[cfg(test)]
 mod tests;
 mod train;

@@ -384,7 +384,7 @@ mod lycoris_tests;
 mod memory_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod our_lora;
+mod our_lora_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod portable_tests;
@@ -399,7 +399,7 @@ mod rate_and_norm_tests;
 mod record_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod replay;
+mod replay_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod request_tests;

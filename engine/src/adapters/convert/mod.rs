@@ -12,8 +12,8 @@ mod tests;
 
 pub use dialect::Dialect;
 
+use super::adapter_file::{FileLayers, LoraFile};
 use super::dora;
-use super::file::{FileLayers, LoraFile};
 use super::file_layer::{FileLayer, Site};
 use super::handle::LoraHandle;
 use super::load::check_fits;

@@ -2,7 +2,7 @@
 
 use super::models::LayerPair;
 use super::ranks::RankRule;
-use crate::adapters::BaseLayer;
+use crate::adapters::ModelLayer;
 use crate::error::{EngineError, Result};
 use crate::svd::Svd;
 use crate::weights::Weight;
@@ -30,7 +30,7 @@ pub(super) struct LayerSettings {
 
 impl LayerSettings {
     /// The settings of a layer; `None`: it is left out.
-    pub(super) fn of(process: &ExtractProcess, layer: &BaseLayer) -> Option<Self> {
+    pub(super) fn of(process: &ExtractProcess, layer: &ModelLayer) -> Option<Self> {
         let is_large_conv = layer.weight.dims().iter().skip(2).any(|side| *side > 1);
         if is_large_conv && !process.has_large_convs() {
             return None;

@@ -1,6 +1,6 @@
 //! The two models of an extraction, layer by layer.
 
-use crate::adapters::{BaseLayer, base_layers};
+use crate::adapters::{ModelLayer, model_layers};
 use crate::error::{EngineError, Result};
 use crate::families::{self, LoadOptions, PartRole};
 use crate::weights::{Index, Weight};
@@ -15,7 +15,7 @@ use std::path::Path;
 #[derive(Debug)]
 pub(super) struct LayerPair {
     /// The layer of the base model.
-    pub(super) base: BaseLayer,
+    pub(super) base: ModelLayer,
     /// The weight of the fine-tune.
     pub(super) tuned: Weight,
 }
@@ -146,7 +146,7 @@ fn check_not_quantised(path: &Path, selected: SelectedParts) -> Result<()> {
 }
 
 /// The layers of a model that are extracted.
-fn layers(path: &Path, arch: ArchName, parts: &PartPaths, selected: SelectedParts) -> Result<Vec<BaseLayer>> {
+fn layers(path: &Path, arch: ArchName, parts: &PartPaths, selected: SelectedParts) -> Result<Vec<ModelLayer>> {
     let options = LoadOptions {
         parts: parts.clone(),
         memory_options: MemoryOptions {
@@ -160,19 +160,19 @@ fn layers(path: &Path, arch: ArchName, parts: &PartPaths, selected: SelectedPart
     let mut model = families::load(path, arch, &options)?;
     let mut parts = model.parts();
     parts.retain(|part| selected.contains(part.role));
-    let mut layers = base_layers(&mut parts)?;
-    layers.retain(BaseLayer::is_usual_target);
+    let mut layers = model_layers(&mut parts)?;
+    layers.retain(ModelLayer::is_usual_target);
     Ok(layers)
 }
 
 /// The layers of two models side by side.
-fn pairs(base: Vec<BaseLayer>, tuned: Vec<BaseLayer>, [base_path, tuned_path]: [&Path; 2]) -> Result<Vec<LayerPair>> {
+fn pairs(base: Vec<ModelLayer>, tuned: Vec<ModelLayer>, [base_path, tuned_path]: [&Path; 2]) -> Result<Vec<LayerPair>> {
     let mismatch = |problem: String| {
         Err(EngineError::bad_input(format!(
             "the models do not fit together: {problem}: give a base model and its own fine-tune"
         )))
     };
-    let only_in = |layer: &BaseLayer, path: &Path| {
+    let only_in = |layer: &ModelLayer, path: &Path| {
         mismatch(format!(
             "only {} has a layer `{}.{}`",
             path.display(),
@@ -180,7 +180,7 @@ fn pairs(base: Vec<BaseLayer>, tuned: Vec<BaseLayer>, [base_path, tuned_path]: [
             layer.path
         ))
     };
-    let mut others: BTreeMap<_, BaseLayer> = tuned
+    let mut others: BTreeMap<_, ModelLayer> = tuned
         .into_iter()
         .map(|layer| ((layer.part, layer.path.clone()), layer))
         .collect();

@@ -1,6 +1,6 @@
 //! Textual inversion, against `tests/reference/make_textual_inversion.py`.
 
-use super::replay::{replay, replayed};
+use super::replay_tests::{replay, replayed};
 use super::slider_tests::small_job;
 use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
 use crate::autograd;

@@ -1,7 +1,7 @@
 //! Sliders: their losses against `tests/reference/make_sliders.py`, and what they do to images of the demo's model.
 
 use super::preview;
-use super::replay::{replay, replayed};
+use super::replay_tests::{replay, replayed};
 use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
 use crate::testing::{are_all_chosen, attempt, chosen, fixtures};
 use aitk_common::attempt::{AttemptSpec, Outcome};

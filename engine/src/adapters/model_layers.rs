@@ -7,7 +7,7 @@ use crate::weights::Weight;
 
 /// A layer of a model.
 #[derive(Clone, Debug)]
-pub struct BaseLayer {
+pub struct ModelLayer {
     /// The part that it is in: `unet`.
     pub part: &'static str,
     /// What the part does.
@@ -22,7 +22,7 @@ pub struct BaseLayer {
     pub weight: Weight,
 }
 
-impl BaseLayer {
+impl ModelLayer {
     /// Whether its names in files are sd-scripts', which have an alpha.
     #[must_use]
     pub fn has_alpha(&self) -> bool {
@@ -40,12 +40,12 @@ impl BaseLayer {
 ///
 /// # Errors
 /// When a part cannot be visited.
-pub fn base_layers(parts: &mut [Part<'_>]) -> Result<Vec<BaseLayer>> {
+pub fn model_layers(parts: &mut [Part<'_>]) -> Result<Vec<ModelLayer>> {
     let mut found = Vec::new();
     for part in parts.iter_mut() {
         let (id, role, names, prefix) = (part.id, part.role, part.lora_names, part.lora_prefix);
         part.layers.visit_layers(&mut |path, layer| {
-            found.push(BaseLayer {
+            found.push(ModelLayer {
                 part: id,
                 role,
                 path: path.to_owned(),

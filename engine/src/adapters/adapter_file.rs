@@ -2,10 +2,10 @@
 
 use super::control::control_lora;
 use super::file_layer::{FileLayer, LoraModule, RoleTensors};
+use super::file_readers::read_layer;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use super::origin::origin;
-use super::registry::read_layer;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
