@@ -380,7 +380,7 @@ fn extractions_and_rescalings_of_ai_toolkit_are_read() {
     let extract = load_file!("extract.yaml");
     assert_eq!(extract.warnings, []);
     assert_eq!(extract.spec.unsupported(), Support::default());
-    let processes: Vec<&modify::ExtractProcess> = extract
+    let processes: Vec<&extract::ExtractProcess> = extract
         .spec
         .process
         .iter()

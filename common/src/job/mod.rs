@@ -6,7 +6,7 @@
 pub mod arch;
 pub mod augmentation;
 mod augmentation_params;
-pub mod averages;
+
 pub mod caption;
 pub mod change;
 mod checks;
@@ -17,11 +17,13 @@ pub mod dataset;
 mod declare;
 mod derived;
 pub mod dtype;
+pub mod ema;
 pub mod embedding;
 mod embedding_checks;
 pub mod error;
 pub mod extension;
 pub mod extension_job;
+pub mod extract;
 mod from_json;
 pub mod generate;
 mod inputs;
@@ -33,7 +35,7 @@ pub mod logging;
 pub mod lokr;
 pub mod lr_factor;
 pub mod model;
-pub mod modify;
+
 pub mod naming;
 pub mod network;
 pub mod node;
@@ -59,6 +61,7 @@ mod slider_checks;
 pub mod spec;
 pub mod template;
 pub mod train;
+pub mod validation;
 pub mod values;
 mod yaml;
 

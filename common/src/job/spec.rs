@@ -244,7 +244,7 @@ impl JobSpec {
 
 /// Checks the keys of `config` that an extraction needs.
 fn check_extract_keys(
-    process: &super::modify::ExtractProcess,
+    process: &super::extract::ExtractProcess,
     index: usize,
     body: &ConfigSection,
     cx: &mut ReadContext,

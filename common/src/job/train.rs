@@ -10,8 +10,9 @@ use super::sampler::SamplerName;
 use super::schema::{PresentKeys, ReadContext, SupportLevel, SupportReport, join};
 use super::values::{FloatOrRange, FreeMap};
 
-pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
+pub use super::ema::EmaConfig;
 pub use super::objective::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType, TimestepType};
+pub use super::validation::{ValidationConfig, ValidationItem};
 
 section! {
     /// Steps, optimizer, noise, loss and the other settings of the training loop.

@@ -6,7 +6,7 @@ use super::save::is_finite;
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
-use aitk_common::job::modify::ScaleTarget;
+use aitk_common::job::extract::ScaleTarget;
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -10,7 +10,7 @@ use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerKind, Linear, LowRank, for
 use crate::rng::TorchGenerator;
 use crate::testing::{gap, in_portable_mode, largest};
 use crate::weights::Weight;
-use aitk_common::job::modify::ScaleTarget;
+use aitk_common::job::extract::ScaleTarget;
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

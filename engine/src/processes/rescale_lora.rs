@@ -10,7 +10,7 @@ use crate::error::Result;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::ProcessKind;
 use aitk_common::job::arch::ArchName;
-use aitk_common::job::modify::RescaleLoraProcess;
+use aitk_common::job::extract::RescaleLoraProcess;
 use std::collections::BTreeMap;
 
 /// Rescales the LoRA of the process.

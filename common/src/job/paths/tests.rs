@@ -2,7 +2,7 @@ use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessTyp
 use super::super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, load_yaml, with_line_after};
-use super::super::{caption, modify};
+use super::super::{caption, extract};
 use super::*;
 use std::collections::BTreeSet;
 
@@ -20,7 +20,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "sample.format",
         ],
     ),
-    // `modify::check_file_name`; only the last part of `output_path` is used where an attempt has its own folder.
+    // `extract::check_file_name`; only the last part of `output_path` is used where an attempt has its own folder.
     ("the name of a result", &["process.filename", "process.output_path"]),
     // `Context::output_root`: replaced by the attempt's own folder.
     (
@@ -161,8 +161,8 @@ fn sections() -> [SectionInfo; 8] {
         GenerateProcess::describe(),
         Img2ImgProcess::describe(),
         caption::CaptionProcess::describe(),
-        modify::ExtractProcess::describe(),
-        modify::RescaleLoraProcess::describe(),
+        extract::ExtractProcess::describe(),
+        extract::RescaleLoraProcess::describe(),
     ]
 }
 

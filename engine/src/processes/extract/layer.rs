@@ -6,7 +6,7 @@ use crate::adapters::ModelLayer;
 use crate::error::{EngineError, Result};
 use crate::svd::Svd;
 use crate::weights::Weight;
-use aitk_common::job::modify::ExtractProcess;
+use aitk_common::job::extract::ExtractProcess;
 use aitk_common::job::process::ProcessType;
 use candle_core::{DType, Device, Tensor};
 use std::path::Path;

@@ -21,7 +21,7 @@ use aitk_common::attempt::Outcome;
 use aitk_common::job::ProcessKind;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::dtype::DType as SaveDType;
-use aitk_common::job::modify::ExtractProcess;
+use aitk_common::job::extract::ExtractProcess;
 use candle_core::{DType, Device, Tensor};
 use layer::{Extracted, LayerSettings, difference, extract};
 use models::{LayerPair, ModelPair, SelectedParts};

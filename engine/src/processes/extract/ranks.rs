@@ -1,6 +1,6 @@
 //! The rank of a layer: ai-toolkit's formulas.
 
-use aitk_common::job::modify::{ExtractMode, ExtractProcess};
+use aitk_common::job::extract::{ExtractMode, ExtractProcess};
 
 /// How the rank of a layer follows from its singular values.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -9,8 +9,8 @@ use crate::families::ItemSize;
 use crate::image_io::{self, Filter};
 use crate::models::codec::Codec;
 use crate::rng::TorchGenerator;
-use aitk_common::job::averages::ValidationConfig;
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::validation::ValidationConfig;
 use candle_core::{DType, Device, Tensor};
 
 /// The name of the metric.

@@ -156,8 +156,8 @@ impl JobGenerator {
             job::process::TrainerProcess::describe(),
             job::process::GenerateProcess::describe(),
             job::process::Img2ImgProcess::describe(),
-            job::modify::ExtractProcess::describe(),
-            job::modify::RescaleLoraProcess::describe(),
+            job::extract::ExtractProcess::describe(),
+            job::extract::RescaleLoraProcess::describe(),
         ] {
             collect_names(&section, &mut names);
         }
