@@ -38,7 +38,7 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
     } else if arch == "sd2" {
         import.note(
             "v2",
-            "the objective is that of the model's own files: sd-scripts trains without velocity if v_parameterization is not set",
+            "the prediction type is that of the model's own files; sd-scripts uses epsilon unless v_parameterization is set",
         );
     }
     match import.script.family() {

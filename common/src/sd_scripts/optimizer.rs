@@ -239,7 +239,7 @@ fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(Strin
     if rate == 0.0 {
         import.error(
             "learning_rate",
-            "is 0, and that of a text encoder is not: give it their rate",
+            "is 0, but a text encoder has a learning rate: set learning_rate to that of the text encoder",
         );
         return Vec::new();
     }
@@ -294,7 +294,7 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
         } else if default == 0.0 {
             import.error(
                 "learning_rate",
-                "is 0, and that of a text encoder is not: give it their rate",
+                "is 0, but a text encoder has a learning rate: set learning_rate to that of the text encoder",
             );
         } else {
             factors.push((name.to_owned(), rate / default));

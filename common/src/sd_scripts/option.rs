@@ -50,7 +50,18 @@ impl Kind {
         }
     }
 
-    /// How the values are described, in messages and in the documentation.
+    /// How the values are described in messages.
+    pub(super) fn expected(self) -> String {
+        let described = self.described();
+        match self {
+            Self::Whole | Self::Number | Self::Table | Self::Texts | Self::Numbers | Self::Size => {
+                format!("a {described}")
+            }
+            Self::Flag | Self::Text | Self::Choice(_) => described,
+        }
+    }
+
+    /// How the values are described in the documentation.
     pub(super) fn described(self) -> String {
         match self {
             Self::Flag => "true or false".to_owned(),

@@ -15,11 +15,12 @@ const FLOW: UsedBy = UsedBy::FLOW;
 
 const MEMORY: &str = "memory or speed only";
 const LOGGER: &str = "the curves of a job are in `aitk plot` and `metrics.jsonl`";
-const HUB: &str = "nothing is uploaded; take the files from the run folder";
+const HUB: &str =
+    "`aitk run` uploads the run folder to the repository, with the token of HF_TOKEN or of `hf auth login`";
 const GUI: &str = "a field of the kohya GUI, which sd-scripts does not read";
 
 /// Why an option of captions or images is refused, in training configs and in data set configs.
-pub(super) const COLOR_AUG: &str = "write the change of colors as `datasets[].augmentations` of a config of aitk";
+pub(super) const COLOR_AUG: &str = "use `datasets[].augmentations` in a config of aitk, such as `HueSaturationValue`";
 pub(super) const FACE_CROP: &str = "aitk crops at the centre or at random";
 pub(super) const EVERY_N_EPOCHS: &str = "aitk drops captions at random (`caption_dropout_rate`), not in certain epochs";
 pub(super) const TOKEN_WARMUP: &str = "aitk trains whole captions from the first step on";
@@ -327,11 +328,11 @@ const SAVING: &[OptionRow] = &[
     row("metadata_trigger_phrase", Text, "", ALL, Translated("`meta.trigger_phrase`")),
     row("metadata_preprocessor", Text, "", ALL, Translated("`meta.preprocessor`")),
     row("metadata_is_negative_embedding", Text, "", ALL, Translated("`meta.is_negative_embedding`")),
-    row("huggingface_repo_id", Text, "", ALL, Noted(HUB)),
+    row("huggingface_repo_id", Text, "", ALL, Translated("`save.push_to_hub`, `save.hf_repo_id`")),
     row("huggingface_repo_type", Text, "", ALL, NoInfluence(HUB)),
     row("huggingface_path_in_repo", Text, "", ALL, NoInfluence(HUB)),
     row("huggingface_token", Text, "", ALL, NoInfluence(HUB)),
-    row("huggingface_repo_visibility", Text, "", ALL, NoInfluence(HUB)),
+    row("huggingface_repo_visibility", Text, "", ALL, Translated("`save.hf_private`: private unless it is `public`")),
     row("save_state_to_huggingface", Flag, "false", ALL, NoInfluence(HUB)),
     row("async_upload", Flag, "false", ALL, NoInfluence(HUB)),
 ];

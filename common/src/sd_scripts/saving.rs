@@ -54,6 +54,12 @@ pub(super) fn save(import: &mut Import<'_>, epoch: Option<u64>, steps: u64) -> S
     save.insert("save_every".into(), json!(every));
     save.insert("max_step_saves_to_keep".into(), json!(kept(import, every, by_steps)));
     save.insert("dtype".into(), json!(dtype(import)));
+    if let Some(repo) = settings.text("huggingface_repo_id") {
+        save.insert("push_to_hub".into(), json!(true));
+        save.insert("hf_repo_id".into(), json!(repo));
+        let is_private = settings.text("huggingface_repo_visibility") != Some("public");
+        save.insert("hf_private".into(), json!(is_private));
+    }
     let format = settings.text("save_model_as");
     if !import.script.trains_model() {
         if matches!(format, Some("ckpt" | "pt")) {

@@ -37,7 +37,7 @@ impl Settings {
                 continue;
             };
             if !row.kind.takes(&value) {
-                let message = format!("expected {}, found {}", row.kind.described(), value.shown());
+                let message = format!("expected {}, found {}", row.kind.expected(), value.shown());
                 errors.push(finding(file, at, &key, message));
                 continue;
             }

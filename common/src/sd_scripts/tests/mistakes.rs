@@ -19,7 +19,10 @@ fn mistakes_of_training_configs_are_named() {
             "config.toml:7:1: netwrok_dim: sd-scripts has no such option; did you mean `network_dim`?",
         ),
         ("zzzzzzzz = 1", "docs/sd-scripts.md lists the options"),
-        ("network_dim = \"8\"", "network_dim: expected whole number, found \"8\""),
+        (
+            "network_dim = \"8\"",
+            "network_dim: expected a whole number, found \"8\"",
+        ),
         ("cache_latents = 1", "cache_latents: expected true or false, found 1"),
         ("mixed_precision = \"fp8\"", "expected no, fp16, bf16"),
         ("learning_rate = inf", "expected a finite number"),
@@ -220,14 +223,14 @@ fn mistakes_of_data_set_configs_are_named() {
         ),
         (
             "[[datasets]]\nresolution = \"a\"\n[[datasets.subsets]]\nimage_dir = \"cats\"",
-            "resolution: expected side, or width and height, found \"a\"",
+            "resolution: expected a side, or width and height, found \"a\"",
         ),
         ("[general]\nbatch_size = 1", "there is no [[datasets.subsets]]"),
         ("[datasets]\nresolution = 512", "write [[datasets]]"),
         ("[dataset]\nresolution = 512", "has [general] and [[datasets]] only"),
         (
             "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\ncolor_aug = true",
-            "data.toml:4:1: color_aug: write the change of colors",
+            "data.toml:4:1: color_aug: use `datasets[].augmentations`",
         ),
         (
             "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\nconditioning_data_dir = \"masks\"",
@@ -292,7 +295,7 @@ fn mistakes_of_presets_are_named() {
         (
             "\"color_aug\": false",
             "\"color_aug\": true",
-            "color_aug: write the change of colors",
+            "color_aug: use `datasets[].augmentations`",
         ),
         (
             "\"epoch\": 2",
@@ -302,7 +305,7 @@ fn mistakes_of_presets_are_named() {
         (
             "\"network_dim\": 16",
             "\"network_dim\": \"many\"",
-            "network_dim: expected whole number, found \"many\"",
+            "network_dim: expected a whole number, found \"many\"",
         ),
         ("--loss_type l1", "--los_type l1", "did you mean `loss_type`?"),
         (

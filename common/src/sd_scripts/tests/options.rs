@@ -30,6 +30,8 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         "stop_text_encoder_training" => ("-1", ""),
         "learning_rate" | "unet_lr" => ("1e-4", "network_train_unet_only = true"),
         "text_encoder_lr" => ("[0, 0]", ""),
+        "huggingface_repo_id" => ("\"me/cat\"", ""),
+        "huggingface_repo_visibility" => ("\"public\"", "huggingface_repo_id = \"me/cat\""),
         "learning_rate_te" => ("1e-3", "train_text_encoder = true"),
         "learning_rate_te1" | "learning_rate_te2" => ("1e-3", ""),
         "in_json" => ("\"meta.json\"", ""),
