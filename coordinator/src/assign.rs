@@ -2,7 +2,7 @@
 //! large jobs are read concurrently and the scheduler does not wait for them.
 
 use crate::error_chain::error_chain;
-use crate::payloads::Payloads;
+use crate::job_config_cache::JobConfigCache;
 use crate::store::{Store, StoreError};
 use aitk_common::control_plane::{Assignment, ToWorker};
 use aitk_common::id::{AttemptId, UserName};
@@ -67,11 +67,11 @@ impl From<StoreError> for AssignmentError {
 #[derive(Clone, Debug)]
 pub(crate) struct Assigner {
     store: Arc<dyn Store>,
-    payloads: Payloads,
+    payloads: JobConfigCache,
 }
 
 impl Assigner {
-    pub(crate) fn new(store: Arc<dyn Store>, payloads: Payloads) -> Self {
+    pub(crate) fn new(store: Arc<dyn Store>, payloads: JobConfigCache) -> Self {
         Self { store, payloads }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! [`aitk_scheduler`] decides (a state machine without IO), `scheduler_task` owns its state and stores every change before any
 //! effect is sent, [`store`] persists it, `cluster` elects a leader among several coordinators, `garbage` deletes
-//! unneeded blobs, `pki` manages certificates, `scope` decides who sees which blob, `api` implements the gRPC
+//! unneeded blobs, `pki` manages certificates, `blob_access` decides who sees which blob, `api` implements the gRPC
 //! services, and `server` starts and stops it all. The coordinator never depends on the engine.
 
 mod access;
@@ -10,25 +10,25 @@ mod address;
 mod api;
 mod assign;
 mod backup;
+mod blob_access;
 mod clock;
 mod cluster;
 mod config;
 mod connection_limiter;
 mod data_folder;
+mod disk_reserve;
 mod error_chain;
 mod garbage;
+mod job_config_cache;
+mod job_size_limit;
 mod metrics;
-mod payloads;
 mod pki;
 mod scheduler_task;
-mod scope;
 mod server;
-mod size;
-mod space;
 mod spans;
 pub mod store;
 mod submit;
-mod transfers;
+mod transfer_limit;
 
 pub use address::ClientAddress;
 pub use backup::{CopyError, backup, restore};

@@ -9,8 +9,8 @@ pub(crate) use handle::{SchedulerHandle, SchedulerStopped};
 use crate::assign::{Outgoing, PendingAssignment};
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
+use crate::job_config_cache::JobConfigCache;
 use crate::metrics::Metrics;
-use crate::payloads::Payloads;
 use crate::spans::Spans;
 use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
@@ -41,7 +41,7 @@ pub(crate) struct SchedulerTask {
     storage_url: Option<String>,
     metrics: Metrics,
     spans: Spans,
-    payloads: Payloads,
+    payloads: JobConfigCache,
     inputs: mpsc::Receiver<Input>,
     broadcaster: Arc<EventBroadcaster>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
@@ -57,7 +57,7 @@ impl SchedulerTask {
         storage_url: Option<String>,
         metrics: Metrics,
         spans: Spans,
-        payloads: Payloads,
+        payloads: JobConfigCache,
     ) -> (Self, SchedulerHandle) {
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
         let broadcaster = Arc::new(EventBroadcaster::default());

@@ -12,21 +12,21 @@ use crate::access::Access;
 use crate::address::ClientAddress;
 use crate::api::{Authenticator, Shared, routes};
 use crate::assign::Assigner;
+use crate::blob_access::{BlobAccess, Uploads};
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::connection_limiter::ConnectionLimiter;
+use crate::disk_reserve::DiskSpace;
 use crate::error_chain::error_chain;
 use crate::garbage::{Collector, Pins};
+use crate::job_config_cache::JobConfigCache;
 use crate::metrics::{self, Metrics};
-use crate::payloads::Payloads;
 use crate::pki::Tls;
 use crate::scheduler_task::SchedulerTask;
-use crate::scope::{Scope, Uploads};
-use crate::space::DiskSpace;
 use crate::spans::Spans;
-use crate::store::lease::RENEW_INTERVAL;
+use crate::store::leader_lease::RENEW_INTERVAL;
 use crate::store::{SqlStore, Store, StoreError};
-use crate::transfers::{Transfers, UploadRate};
+use crate::transfer_limit::{TransferLimiter, UploadRate};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, ObjectBlobs};
 use aitk_scheduler::{Settings, State, UserLimits};
@@ -103,9 +103,9 @@ pub(crate) async fn start_leading(
     let upload_folder = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
-    let swept = store.sweep_payloads().await?;
-    if swept > 0 {
-        tracing::info!(swept, "removed configs of jobs that were never accepted");
+    let removed = store.remove_orphaned_texts().await?;
+    if removed > 0 {
+        tracing::info!(swept = removed, "removed configs of jobs that were never accepted");
     }
     let store: Arc<dyn Store> = Arc::new(store.with_events_kept(config.retention.events));
     let loaded = store.load().await?;
@@ -139,7 +139,7 @@ pub(crate) async fn start_leading(
     let (stop, stopping) = watch::channel(false);
     let metrics = Metrics::new(&config.traces);
     let spans = Spans::new(&config.traces);
-    let payloads = Payloads::default();
+    let payloads = JobConfigCache::default();
     let assigner = Assigner::new(store.clone(), payloads.clone());
     if for_workers.is_some() {
         tokio::spawn(check_storage(blobs.clone(), stopping.clone()));
@@ -170,7 +170,7 @@ pub(crate) async fn start_leading(
         refusals_seen: Arc::default(),
     };
     let garbage_task = tokio::spawn(collector.clone().run());
-    let scope = Scope::new(
+    let blob_access = BlobAccess::new(
         scheduler.clone(),
         access.clone(),
         store.clone(),
@@ -187,7 +187,7 @@ pub(crate) async fn start_leading(
     let shared = Shared {
         scheduler,
         access: access.clone(),
-        scope,
+        blob_access,
         pins,
         collector,
         clock,
@@ -200,10 +200,10 @@ pub(crate) async fn start_leading(
         signer: tls.as_ref().and_then(Tls::signer),
         upload_folder,
         space,
-        downloads: Transfers::new(MAX_DOWNLOADS),
+        downloads: TransferLimiter::new(MAX_DOWNLOADS),
         parsing: Arc::new(Semaphore::new(MAX_PARSING)),
         assigner,
-        uploads: Transfers::new(MAX_UPLOADS),
+        uploads: TransferLimiter::new(MAX_UPLOADS),
         upload_rate: UploadRate::new(config.limits.upload_rate),
         stopping: stopping.clone(),
     };

@@ -7,8 +7,8 @@ use super::enrolments::{
 };
 use super::error::{AccessError, AuthenticationError};
 use super::identity::{Identity, address};
-use super::limit;
 use super::records::MACHINE;
+use super::token_guess_limit;
 use crate::pki::{Signer, wall_clock};
 use crate::store::AuditLine;
 use aitk_common::control_plane::UnixMillis;
@@ -44,7 +44,7 @@ impl Access {
             Some(known) if known.revoked.is_some() => "was revoked",
             Some(_) if wall_clock() >= shown.not_after => "has expired",
             Some(_) => {
-                let ip = limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
+                let ip = token_guess_limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
                 let serial = ContentHash::of(shown.serial.as_bytes());
                 let mut limit = self.inner.limit.lock().unwrap_or_else(PoisonError::into_inner);
                 let first = limit.record_success(Instant::now(), ip, serial);
@@ -94,7 +94,7 @@ impl Access {
         if !join::is_join_secret(secret) {
             return None;
         }
-        let ip = limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
+        let ip = token_guess_limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
         let sha256 = ContentHash::of(secret.as_bytes());
         {
             let limit = self.inner.limit.lock().unwrap_or_else(PoisonError::into_inner);

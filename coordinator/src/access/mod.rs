@@ -9,16 +9,16 @@ mod enrol;
 mod enrolments;
 mod error;
 mod identity;
-mod limit;
 mod machines;
 mod records;
+mod token_guess_limit;
 mod tokens;
 
 pub(crate) use enrolments::{EnrolError, Enrolment, IssuedCertificate};
 pub(crate) use error::{AccessError, AuthenticationError};
 pub(crate) use identity::Identity;
-pub(crate) use limit::network_of;
 pub(crate) use records::TokenRecord;
+pub(crate) use token_guess_limit::network_of;
 
 use identity::{DATA_FOLDER_TOKEN_ID, address};
 use records::{MACHINE, TOKEN, read_machine};
@@ -32,13 +32,13 @@ use aitk_common::security::role::{Right, Role};
 use aitk_common::security::token::Token;
 use audit::RefusalBudget;
 use enrolments::Enrolments;
-use limit::{Failure, FailureLimiter};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Instant;
+use token_guess_limit::{Failure, TokenGuessLimiter};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
@@ -65,7 +65,7 @@ pub(crate) struct Access {
 struct Inner {
     data_folder_token: Token,
     tokens: RwLock<HashMap<ContentHash, TokenRecord>>,
-    limit: Mutex<FailureLimiter>,
+    limit: Mutex<TokenGuessLimiter>,
     store: Arc<dyn Store>,
     clock: Clock,
     lines: mpsc::Sender<AuditLine>,
@@ -135,7 +135,7 @@ impl Access {
         // A client should send only the secret; the full text with the CA hash is accepted as well.
         let (secret, _) = join::split(secret);
         // Only tests and local listeners have no peer address.
-        let ip = limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
+        let ip = token_guess_limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
         let (now, sha256) = (Instant::now(), ContentHash::of(secret.as_bytes()));
         let mut limit = self.inner.limit.lock().unwrap_or_else(PoisonError::into_inner);
         let open = limit.allows(now, ip, &sha256);
@@ -210,7 +210,7 @@ impl Access {
             Failure::Counted => "a token that is not known".to_owned(),
             Failure::Last => format!(
                 "too many wrong tokens; no new token is accepted from this address for {} s",
-                limit::WINDOW.as_secs()
+                token_guess_limit::WINDOW.as_secs()
             ),
         };
         self.record_audit(AuditLine {

@@ -5,9 +5,9 @@ use super::new_job::new_job;
 use super::status::{refusal_status, store_status};
 use crate::access::Identity;
 use crate::error_chain::error_chain;
-use crate::size;
+use crate::job_size_limit;
 use crate::store::AuditLine;
-use crate::store::Body;
+use crate::store::JobText;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_submission};
 use aitk_common::control_plane::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, SubmissionReceipt};
 use aitk_common::id::{JobId, UserName};
@@ -62,7 +62,7 @@ impl ArrayTemplate {
 
     fn member(&mut self, index: usize, job_json: String, seed: u64, shared: &Payload) -> Result<NewJob, String> {
         let own = job_json.len();
-        size::check_job_size(self.bytes, own)?;
+        job_size_limit::check_job_size(self.bytes, own)?;
         self.submission.job_json = job_json;
         let parsed = parse_submission(&self.submission, self.retries)?;
         if parsed.split.is_some() {
@@ -115,9 +115,9 @@ impl JobsApi {
         if shared.local {
             return Err(Status::invalid_argument("shared.local: an array does not run in place"));
         }
-        let bytes = size::of_shared(&shared);
+        let bytes = job_size_limit::of_shared(&shared);
         let longest = request.members.iter().map(|member| member.job_json.len()).max();
-        size::check_job_size(bytes, longest.unwrap_or(0)).map_err(Status::invalid_argument)?;
+        job_size_limit::check_job_size(bytes, longest.unwrap_or(0)).map_err(Status::invalid_argument)?;
         let owner = self.check_owner(who, &shared, same_machine)?;
         let own: usize = request.members.iter().map(|member| member.job_json.len()).sum();
         self.check_limits(who, &owner, shared.idempotency_key.as_ref(), (count, bytes + own))
@@ -155,7 +155,7 @@ impl JobsApi {
         bytes: usize,
         work: impl FnOnce() -> Result<T, String> + Send + 'static,
     ) -> Result<T, Status> {
-        if bytes <= size::SMALL {
+        if bytes <= job_size_limit::SMALL {
             return work().map_err(Status::invalid_argument);
         }
         let permit = self.0.parsing.clone().acquire_owned().await;
@@ -241,7 +241,12 @@ impl JobsApi {
                 ..shared.clone()
             };
             let index = usize::try_from(part).unwrap_or(usize::MAX);
-            let bytes = payload.job_json.len() + if index == 0 { size::of_shared(submission) } else { 0 };
+            let bytes = payload.job_json.len()
+                + if index == 0 {
+                    job_size_limit::of_shared(submission)
+                } else {
+                    0
+                };
             members.push(NewJob {
                 config_bytes: bytes as u64,
                 ..new_job(who, member_id(&id, index), seed, parsed, submission, payload)
@@ -293,25 +298,25 @@ impl JobsApi {
     where
         F: Future<Output = Result<Reply, Status>>,
     {
-        let mut bodies: Vec<Body> = payloads
+        let mut texts: Vec<JobText> = payloads
             .first()
-            .and_then(|(_, first)| Body::shared(first))
+            .and_then(|(_, first)| JobText::shared(first))
             .into_iter()
             .collect();
-        if !bodies.is_empty() {
-            bodies.extend(payloads.into_iter().map(|(id, payload)| Body {
+        if !texts.is_empty() {
+            texts.extend(payloads.into_iter().map(|(id, payload)| JobText {
                 id: id.to_string(),
                 text: payload.job_json.clone(),
             }));
-            let written = self.0.store.write_payloads(&bodies).await;
+            let written = self.0.store.write_job_texts(&texts).await;
             written.map_err(|error| store_status(&error))?;
         }
         let submitted = submit().await;
         let taken = matches!(&submitted, Ok(Reply::Submitted(submitted)) if !submitted.existed);
         // Without an answer the outcome is unknown; the next start removes unused configs.
         let answered = !matches!(&submitted, Err(status) if status.code() == Code::Unavailable);
-        if !taken && answered && !bodies.is_empty() {
-            let ids: Vec<String> = bodies.into_iter().map(|body| body.id).collect();
+        if !taken && answered && !texts.is_empty() {
+            let ids: Vec<String> = texts.into_iter().map(|body| body.id).collect();
             if let Err(error) = self.0.store.forget_payloads(&ids).await {
                 tracing::warn!(error = %error_chain(&error), "cannot remove the configs of refused jobs; they stay until the next start");
             }

@@ -3,7 +3,7 @@
 //! One table lists the right that each call needs. A call that is not in it is refused, so that a new call cannot be
 //! left open by mistake.
 
-use super::calls::{CallLimiter, LimitedResponse};
+use super::concurrent_call_limit::{CallLimiter, LimitedResponse};
 use crate::access::{Access, AuthenticationError, Identity};
 use crate::connection_limiter::ConnectionLimiter;
 use aitk_common::control_plane::PROTOCOL_VERSION;

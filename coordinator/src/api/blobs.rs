@@ -5,8 +5,8 @@ use super::auth::caller;
 use super::shared::Shared;
 use super::status::{storage_full_status, storage_status, store_status, token_ended_status};
 use crate::access::Identity;
-use crate::scope::VisibleBlobs;
-use crate::transfers::TransferPermit;
+use crate::blob_access::VisibleBlobs;
+use crate::transfer_limit::TransferPermit;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
@@ -81,7 +81,7 @@ impl BlobsApi {
             return Ok(());
         }
         let (may, why) = if who.role == Role::Worker {
-            let visible = self.0.scope.visible_blobs(who).await?;
+            let visible = self.0.blob_access.visible_blobs(who).await?;
             (
                 visible.can_upload(who) && visible.contains(&hash),
                 "nothing that this worker runs needs it",
@@ -144,7 +144,7 @@ impl BlobsApi {
     /// Checks that the caller may upload this blob and returns what it can see. A worker without a running attempt may
     /// not upload.
     async fn check_upload(&self, who: &Identity, hash: ContentHash) -> Result<VisibleBlobs, Status> {
-        let visible = self.0.scope.visible_blobs(who).await?;
+        let visible = self.0.blob_access.visible_blobs(who).await?;
         if visible.can_upload(who) {
             return Ok(visible);
         }
@@ -165,14 +165,14 @@ impl BlobsApi {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
-        let _active_call = self.0.scope.begin_call(who);
+        let _active_call = self.0.blob_access.begin_call(who);
         let visible = self.check_upload(who, hash).await?;
         if self.find_present(&visible, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
         let reservation = self
             .0
-            .scope
+            .blob_access
             .reserve_upload(who, &visible, header.bytes)
             .map_err(|too_much| {
                 self.audit_refused(who, "blob.put", hash, &too_much.to_string());
@@ -237,7 +237,7 @@ impl BlobsApi {
             .put_file(hash, &upload.path)
             .await
             .map_err(|error| storage_status(&error))?;
-        self.0.scope.record_upload(who, hash, received).await?;
+        self.0.blob_access.record_upload(who, hash, received).await?;
         reservation.commit();
         self.0
             .pins
@@ -271,8 +271,8 @@ impl Blobs for BlobsApi {
             )));
         }
         let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-        let _active_call = self.0.scope.begin_call(&who);
-        let visible = self.0.scope.visible_blobs(&who).await?;
+        let _active_call = self.0.blob_access.begin_call(&who);
+        let visible = self.0.blob_access.visible_blobs(&who).await?;
         let present = self.find_present(&visible, &hashes).await?;
         Ok(Response::new(v1::HasReply { present }))
     }

@@ -6,7 +6,7 @@ use super::new_job::new_job;
 use super::shared::Shared;
 use super::status::{refusal_status, store_status, token_ended_status};
 use crate::access::Identity;
-use crate::size;
+use crate::job_size_limit;
 use crate::store::AuditLine;
 use crate::store::StoreError;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_for_fit, parse_submission};
@@ -142,8 +142,8 @@ impl Jobs for JobsApi {
         let trace = trace::extract(request.metadata());
         let mut submission = Submission::try_from(request.into_inner())?;
         let owner = self.check_owner(&who, &submission, same_machine)?;
-        let (shared, own) = (size::of_shared(&submission), submission.job_json.len());
-        size::check_job_size(shared, own).map_err(Status::invalid_argument)?;
+        let (shared, own) = (job_size_limit::of_shared(&submission), submission.job_json.len());
+        job_size_limit::check_job_size(shared, own).map_err(Status::invalid_argument)?;
         self.check_limits(&who, &owner, submission.idempotency_key.as_ref(), (1, shared + own))
             .await?;
         submission.owner = Some(owner);
@@ -157,7 +157,7 @@ impl Jobs for JobsApi {
             return Ok(Response::new(self.submit_new_array(&who, array).await?.into()));
         }
         let id = fresh_job_id();
-        let large = shared + own > size::SMALL;
+        let large = shared + own > job_size_limit::SMALL;
         let payload = Payload {
             config_text: submission.config_text.as_str().into(),
             config_format: submission.config_format.as_str().into(),
@@ -347,7 +347,7 @@ impl Jobs for JobsApi {
         let mut submission = Submission::try_from(request.into_inner())?;
         // Nothing is submitted: the owner only decides whose jobs the answer may name.
         submission.owner = Some(who.owner());
-        let bytes = size::of_shared(&submission) + submission.job_json.len();
+        let bytes = job_size_limit::of_shared(&submission) + submission.job_json.len();
         let (parsed, _) = self.parse_submission(submission, bytes, parse_for_fit).await?;
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {

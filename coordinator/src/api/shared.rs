@@ -2,14 +2,14 @@
 
 use crate::access::Access;
 use crate::assign::Assigner;
+use crate::blob_access::BlobAccess;
 use crate::clock::Clock;
+use crate::disk_reserve::DiskSpace;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
 use crate::scheduler_task::SchedulerHandle;
-use crate::scope::Scope;
-use crate::space::DiskSpace;
 use crate::store::Store;
-use crate::transfers::{Transfers, UploadRate};
+use crate::transfer_limit::{TransferLimiter, UploadRate};
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::storage::BlobStore;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ pub(crate) struct Shared {
     pub(crate) access: Access,
     pub(crate) blobs: Arc<dyn BlobStore>,
     /// Which caller may see which blobs.
-    pub(crate) scope: Scope,
+    pub(crate) blob_access: BlobAccess,
     /// Blobs that garbage collection must keep.
     pub(crate) pins: Arc<Pins>,
     pub(crate) collector: Collector,
@@ -46,11 +46,11 @@ pub(crate) struct Shared {
     /// Creates the assignment messages for workers.
     pub(crate) assigner: Assigner,
     /// Limits concurrent uploads.
-    pub(crate) uploads: Transfers,
+    pub(crate) uploads: TransferLimiter,
     /// Limits the upload rate of each user.
     pub(crate) upload_rate: UploadRate,
     /// Limits concurrent downloads.
-    pub(crate) downloads: Transfers,
+    pub(crate) downloads: TransferLimiter,
     /// Free disk space.
     pub(crate) space: DiskSpace,
     /// True when the coordinator shuts down: streams then end.

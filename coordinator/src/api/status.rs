@@ -1,9 +1,9 @@
 //! Converts errors to gRPC statuses.
 
 use crate::access::AccessError;
+use crate::blob_access::BlobAccessError;
 use crate::error_chain::error_chain;
 use crate::scheduler_task::SchedulerStopped;
-use crate::scope::ScopeError;
 use crate::store::StoreError;
 use aitk_common::storage::StorageError;
 use aitk_proto::STORAGE_HEADER;
@@ -17,12 +17,12 @@ impl From<SchedulerStopped> for Status {
     }
 }
 
-impl From<ScopeError> for Status {
-    fn from(error: ScopeError) -> Self {
+impl From<BlobAccessError> for Status {
+    fn from(error: BlobAccessError) -> Self {
         match error {
-            ScopeError::Stopped(stopped) => stopped.into(),
-            ScopeError::Store(error) => store_status(&error),
-            ScopeError::Storage(error) => storage_status(&error),
+            BlobAccessError::Stopped(stopped) => stopped.into(),
+            BlobAccessError::Store(error) => store_status(&error),
+            BlobAccessError::Storage(error) => storage_status(&error),
         }
     }
 }

@@ -3,9 +3,9 @@
 use super::jobs::JobsApi;
 use super::status::storage_status;
 use crate::access::Identity;
+use crate::blob_access::BlobReference;
 use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
-use crate::scope::BlobReference;
 use crate::store::AuditLine;
 use aitk_common::control_plane::Submission;
 use aitk_common::hash::ContentHash;
@@ -58,7 +58,7 @@ impl JobsApi {
 
     /// Checks that every input is in storage. The returned guards keep the inputs until the job is stored.
     pub(super) async fn pin_inputs(&self, who: &Identity, submission: &Submission) -> Result<Vec<PinGuard>, Status> {
-        let visible = self.0.scope.referable_blobs(who).await?;
+        let visible = self.0.blob_access.referable_blobs(who).await?;
         let mut all = Vec::new();
         let mut checked: BTreeSet<ContentHash> = BTreeSet::new();
         for (path, snapshot) in &submission.inputs {

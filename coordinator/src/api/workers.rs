@@ -6,10 +6,10 @@ use super::shared::{Shared, wait_for_shutdown};
 use super::status::{access_status, token_ended_status};
 use crate::access::Identity;
 use crate::assign::{AssignmentError, Outgoing, PendingAssignment};
+use crate::blob_access::BlobAccessError;
+use crate::blob_access::BlobReference;
 use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
-use crate::scope::BlobReference;
-use crate::scope::ScopeError;
 use aitk_common::control_plane::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::security::role::Role;
@@ -203,7 +203,7 @@ impl Session<'_> {
 
     async fn send_to_worker(&self, mut message: ToWorker) -> Result<(), Status> {
         if let ToWorker::Welcome { storage_url, .. } = &mut message
-            && self.shared.scope.hides_storage_url_from(&self.who)
+            && self.shared.blob_access.hides_storage_url_from(&self.who)
         {
             *storage_url = None;
         }
@@ -379,7 +379,7 @@ impl Session<'_> {
                     self.shared.scheduler.event(event).await?;
                     // Pinned until the pointer is stored; from then on, the pointer keeps the blobs.
                     self.shared.scheduler.wait_until_stored().await?;
-                    self.shared.scope.reset_allowance(&self.who);
+                    self.shared.blob_access.reset_allowance(&self.who);
                 }
             }
         }
@@ -395,9 +395,9 @@ impl Session<'_> {
     /// Pins a reference and checks that all its blobs are in storage; otherwise returns the reason for the refusal.
     async fn pin_reference(&self, reference: BlobReference) -> Result<Vec<PinGuard>, String> {
         let checking = async {
-            let visible = self.shared.scope.referable_blobs(&self.who).await?;
+            let visible = self.shared.blob_access.referable_blobs(&self.who).await?;
             let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
-            Ok::<_, ScopeError>(pin_and_check(pins, blobs, reference, &visible).await)
+            Ok::<_, BlobAccessError>(pin_and_check(pins, blobs, reference, &visible).await)
         };
         let checked = tokio::time::timeout(STORAGE_CHECK_TIMEOUT, checking).await;
         let absent = |hash| format!("blob {hash} is not in storage; upload it first");

@@ -15,8 +15,8 @@ use crate::server::{
     CoordinatorHandle, FIRST_CALL_TIMEOUT, LocalResources, MAX_UNAUTHENTICATED, RunError, StartError, listen,
     listen_for_metrics, server_builder, start_leading,
 };
-use crate::store::LeaderElection;
-use crate::store::lease::{Candidate, Leader, RENEW_INTERVAL};
+use crate::store::StandbyCoordinator;
+use crate::store::leader_lease::{Candidate, Leader, RENEW_INTERVAL};
 use crate::store::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::CERT_FILE;
@@ -38,7 +38,7 @@ pub struct ClusterNode {
     config: Config,
     cluster: Cluster,
     local: LocalResources,
-    election: LeaderElection,
+    standby: StandbyCoordinator,
     candidate: Candidate,
 }
 
@@ -73,7 +73,7 @@ impl ClusterNode {
         }
         client::connect_lazily(&cluster.address, cluster.ca_file.as_deref())
             .map_err(|error| StartError::Advertise(error.to_string()))?;
-        let election = LeaderElection::new(database)?;
+        let standby = StandbyCoordinator::new(database)?;
         let local = LocalResources::prepare(&config)?;
         let candidate = Candidate {
             address: Some(cluster.address.clone()),
@@ -84,7 +84,7 @@ impl ClusterNode {
             config,
             cluster,
             local,
-            election,
+            standby,
             candidate,
         })
     }
@@ -198,12 +198,12 @@ impl ClusterNode {
         let mut warned_at: Option<Instant> = None;
         loop {
             ticks.tick().await;
-            let attempt = match self.election.leader().await {
+            let attempt = match self.standby.leader().await {
                 Ok(Some(leader)) => {
                     self.follow(leader_sender, leader)?;
                     continue;
                 }
-                Ok(None) => self.election.try_lead(&self.candidate).await,
+                Ok(None) => self.standby.try_lead(&self.candidate).await,
                 Err(error) => Err(error),
             };
             match attempt {

@@ -1,7 +1,7 @@
 //! Checks that a blob and everything it refers to exists before the database points to it.
 
 use super::pins::{PinGuard, Pins};
-use crate::scope::{BlobReference, VisibleBlobs};
+use crate::blob_access::{BlobReference, VisibleBlobs};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
 use std::sync::Arc;

@@ -11,10 +11,10 @@ mod pins;
 pub(crate) use check::{UnusableReference, pin_and_check};
 pub(crate) use pins::{PinGuard, Pins};
 
+use crate::blob_access::Uploads;
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
 use crate::scheduler_task::SchedulerHandle;
-use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;

@@ -7,29 +7,29 @@ mod access;
 mod audit_line;
 mod backup;
 mod batch;
-mod body;
 mod connection;
 mod database_url;
 mod error;
-mod leader_election;
-pub(crate) mod lease;
-mod payloads;
+mod job_configs;
+mod job_text;
+pub(crate) mod leader_lease;
 mod postgres;
 mod records;
 mod roots;
 mod sql;
 mod sqlite;
+mod standby;
 mod tables;
 mod types;
 mod uploads;
 
 pub use audit_line::AuditLine;
 pub use backup::{BackupCounts, BackupError};
-pub use body::Body;
 pub use database_url::DatabaseUrl;
 pub use error::StoreError;
-pub(crate) use leader_election::LeaderElection;
+pub use job_text::JobText;
 pub use sql::SqlStore;
+pub(crate) use standby::StandbyCoordinator;
 pub use types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 
 use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
@@ -59,7 +59,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// [`StoreError`]; texts written until then stay.
-    async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError>;
+    async fn write_job_texts(&self, texts: &[JobText]) -> Result<(), StoreError>;
 
     /// Removes such texts when their jobs were refused.
     ///

@@ -1,10 +1,10 @@
-//! PostgreSQL: a server that may restart, and that several coordinators may use. See [`super::lease`] for which of
+//! PostgreSQL: a server that may restart, and that several coordinators may use. See [`super::leader_lease`] for which of
 //! them writes.
 
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{Candidate, LeaderLease, with_keepalive};
+use super::leader_lease::{Candidate, LeaderLease, with_keepalive};
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use futures::future::BoxFuture;

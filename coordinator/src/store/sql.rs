@@ -1,10 +1,10 @@
 //! The store over an SQL database.
 
 use super::audit_line::AuditLine;
-use super::body::Body;
 use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
-use super::lease::LeaderLease;
+use super::job_text::JobText;
+use super::leader_lease::LeaderLease;
 use super::types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 use super::{Store, records};
 use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
@@ -209,13 +209,13 @@ impl Store for SqlStore {
         self.with_timeout(Box::pin(self.read_payload(job.as_str()))).await
     }
 
-    async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError> {
+    async fn write_job_texts(&self, texts: &[JobText]) -> Result<(), StoreError> {
         // Each of its transactions has a timeout, not the whole.
-        self.write_bodies(bodies).await
+        self.write_texts(texts).await
     }
 
     async fn forget_payloads(&self, ids: &[String]) -> Result<(), StoreError> {
-        self.with_timeout(Box::pin(self.drop_bodies(ids))).await
+        self.with_timeout(Box::pin(self.drop_texts(ids))).await
     }
 
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<JobEvent>, StoreError> {

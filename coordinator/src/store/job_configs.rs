@@ -1,9 +1,9 @@
 //! Configs outside their jobs' rows: the shared part of an array is stored once, and large texts are written in small
 //! transactions, so that other writers do not wait long.
 
-use super::body::{Body, SharedBody};
 use super::connection::SqlTransaction;
 use super::error::StoreError;
+use super::job_text::{JobText, SharedJobText};
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use aitk_scheduler::Payload;
@@ -32,9 +32,9 @@ fn split_text(text: &str) -> Vec<&str> {
 }
 
 impl SqlStore {
-    pub(super) async fn write_bodies(&self, bodies: &[Body]) -> Result<(), StoreError> {
+    pub(super) async fn write_texts(&self, texts: &[JobText]) -> Result<(), StoreError> {
         let mut rows: Vec<(&str, u64, &str)> = Vec::new();
-        for body in bodies {
+        for body in texts {
             for (number, piece) in (0..).zip(split_text(&body.text)) {
                 rows.push((&body.id, number, piece));
             }
@@ -67,7 +67,7 @@ impl SqlStore {
         }
     }
 
-    pub(super) async fn drop_bodies(&self, ids: &[String]) -> Result<(), StoreError> {
+    pub(super) async fn drop_texts(&self, ids: &[String]) -> Result<(), StoreError> {
         let mut transaction = self.begin_write().await?;
         for id in ids {
             transaction
@@ -83,7 +83,7 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn sweep_payloads(&self) -> Result<u64, StoreError> {
+    pub async fn remove_orphaned_texts(&self) -> Result<u64, StoreError> {
         let mut transaction = self.begin_write().await?;
         let swept = transaction
             .run(
@@ -98,7 +98,7 @@ impl SqlStore {
     }
 
     /// Returns the text under an id; empty if there is none.
-    pub(super) async fn read_body(&self, transaction: &mut SqlTransaction, id: &str) -> Result<String, StoreError> {
+    pub(super) async fn read_text(&self, transaction: &mut SqlTransaction, id: &str) -> Result<String, StoreError> {
         let rows = transaction
             .rows("SELECT body FROM payloads WHERE id = $1 ORDER BY piece", &[id.into()])
             .await
@@ -117,8 +117,8 @@ impl SqlStore {
         match shared {
             None => self.parse("job's inputs", job, inputs),
             Some(key) => {
-                let text = self.read_body(transaction, key).await?;
-                let body: SharedBody<'_> = self.parse("job's config", key, &text)?;
+                let text = self.read_text(transaction, key).await?;
+                let body: SharedJobText<'_> = self.parse("job's config", key, &text)?;
                 Ok(body.inputs.into_owned())
             }
         }
@@ -143,12 +143,12 @@ impl SqlStore {
                 shared: None,
             }));
         };
-        let text = self.read_body(&mut transaction, key).await?;
-        let body: SharedBody<'_> = self.parse("job's config", job, &text)?;
+        let text = self.read_text(&mut transaction, key).await?;
+        let body: SharedJobText<'_> = self.parse("job's config", job, &text)?;
         Ok(Some(Payload {
             config_text: body.config_text.as_ref().into(),
             config_format: body.config_format.as_ref().into(),
-            job_json: self.read_body(&mut transaction, job).await?.into(),
+            job_json: self.read_text(&mut transaction, job).await?.into(),
             inputs: Arc::new(body.inputs.into_owned()),
             shared: Some(key.into()),
         }))

@@ -4,9 +4,9 @@
 //! their own uploads. All other blobs are reported as missing, whether they exist or not, so that callers cannot find
 //! out what others have. Operators and administrators see everything.
 
-mod allowance;
 mod lists;
 mod reference;
+mod upload_limit;
 mod uploads;
 
 pub(crate) use reference::BlobReference;
@@ -20,10 +20,10 @@ use aitk_common::id::{AttemptId, JobId, UserName};
 use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
 use aitk_scheduler::{State, gib};
-use allowance::Allowance;
 use lists::{Files, ListCache};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
+use upload_limit::UnreferencedUploadLimiter;
 use uploads::{PendingUpload, SentBlobs};
 
 /// Maximum number of cached input hashes: 32 MB.
@@ -31,7 +31,7 @@ const MAX_CACHED_INPUTS: usize = 1_000_000;
 
 /// Why the visible blobs could not be determined.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ScopeError {
+pub(crate) enum BlobAccessError {
     #[error(transparent)]
     Stopped(#[from] SchedulerStopped),
     #[error(transparent)]
@@ -65,7 +65,7 @@ pub(crate) enum UploadReservation {
     /// The sender has no limit.
     Unlimited,
     /// Reserved from a worker's allowance.
-    Worker(allowance::Reservation),
+    Worker(upload_limit::Reservation),
     /// Reserved from a user's limit.
     User(#[allow(dead_code, reason = "held until the upload ends")] PendingUpload),
 }
@@ -127,7 +127,7 @@ struct InputCache {
 
 /// Decides which blobs a caller can see; see the module. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Scope {
+pub(crate) struct BlobAccess {
     scheduler: SchedulerHandle,
     access: Access,
     store: Arc<dyn Store>,
@@ -137,12 +137,12 @@ pub(crate) struct Scope {
     direct_storage: bool,
     lists: Arc<ListCache>,
     inputs: Arc<Mutex<InputCache>>,
-    allowance: Allowance,
+    allowance: UnreferencedUploadLimiter,
     /// Maximum bytes per user in the storage.
     max_stored: Option<u64>,
 }
 
-impl Scope {
+impl BlobAccess {
     pub(crate) fn new(
         scheduler: SchedulerHandle,
         access: Access,
@@ -161,13 +161,13 @@ impl Scope {
             direct_storage,
             lists: Arc::default(),
             inputs: Arc::default(),
-            allowance: Allowance::default(),
+            allowance: UnreferencedUploadLimiter::default(),
             max_stored,
         }
     }
 
     /// Returns the blobs that this caller can see.
-    pub(crate) async fn visible_blobs(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
+    pub(crate) async fn visible_blobs(&self, who: &Identity) -> Result<VisibleBlobs, BlobAccessError> {
         if who.role.changes_all() {
             return Ok(VisibleBlobs::All);
         }
@@ -195,7 +195,7 @@ impl Scope {
     }
 
     /// Returns the blobs to which this caller may make a job refer.
-    pub(crate) async fn referable_blobs(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
+    pub(crate) async fn referable_blobs(&self, who: &Identity) -> Result<VisibleBlobs, BlobAccessError> {
         if who.role == Role::Worker && self.direct_storage {
             return Ok(VisibleBlobs::All);
         }
@@ -248,7 +248,12 @@ impl Scope {
     }
 
     /// Records that the caller uploaded this blob. Durable when this returns.
-    pub(crate) async fn record_upload(&self, who: &Identity, hash: ContentHash, bytes: u64) -> Result<(), ScopeError> {
+    pub(crate) async fn record_upload(
+        &self,
+        who: &Identity,
+        hash: ContentHash,
+        bytes: u64,
+    ) -> Result<(), BlobAccessError> {
         if who.role.changes_all() {
             return Ok(());
         }
@@ -260,7 +265,11 @@ impl Scope {
         self.allowance.reset(who.name.as_str());
     }
 
-    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, reference: BlobReference) -> Result<(), ScopeError> {
+    async fn add(
+        &self,
+        lists: &mut Vec<(ContentHash, Files)>,
+        reference: BlobReference,
+    ) -> Result<(), BlobAccessError> {
         if lists.iter().any(|(hash, _)| *hash == reference.hash()) {
             return Ok(());
         }

@@ -49,7 +49,7 @@ impl ChangeLimiter {
 
 #[cfg(test)]
 mod tests {
-    use super::super::calls::tests::who;
+    use super::super::concurrent_call_limit::tests::who;
     use super::*;
 
     #[test]

@@ -16,7 +16,7 @@ struct Usage {
 
 /// Usage by the name of the worker's owner; bounded by the number of tokens.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Allowance {
+pub(super) struct UnreferencedUploadLimiter {
     usage: Arc<Mutex<HashMap<String, Usage>>>,
 }
 
@@ -47,7 +47,7 @@ fn lock(usage: &Mutex<HashMap<String, Usage>>) -> MutexGuard<'_, HashMap<String,
     usage.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Allowance {
+impl UnreferencedUploadLimiter {
     /// Reserves bytes; `None` when that exceeds the limit.
     pub(super) fn reserve(&self, name: &str, attempts: BTreeSet<AttemptId>, bytes: u64) -> Option<Reservation> {
         let mut all = lock(&self.usage);
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn unreferenced_uploads_are_limited_and_failed_ones_do_not_count() {
-        let allowance = Allowance::default();
+        let allowance = UnreferencedUploadLimiter::default();
         let runs = |id: &str| BTreeSet::from([AttemptId::new(id)]);
         assert!(allowance.reserve("a", runs("j1-1"), u64::MAX).is_none());
         drop(allowance.reserve("a", runs("j1-1"), MAX_BYTES).unwrap());

@@ -1,4 +1,4 @@
-//! Leader election of several coordinators on one PostgreSQL database.
+//! The leader lease: which of several coordinators on one PostgreSQL database may write.
 //!
 //! Two mechanisms separate them. The **lease** decides when another coordinator may take over: the leader renews it
 //! periodically, by the database's clock, and after it has expired the first coordinator that asks gets it. The **epoch** protects

@@ -3,21 +3,21 @@
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaderLease, LeaseConnection, try_lock, with_keepalive};
+use super::leader_lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaderLease, LeaseConnection, try_lock, with_keepalive};
 use super::sql::SqlStore;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{Connection, PgConnection};
 
 /// A standby coordinator that leads as soon as no other does.
 #[derive(Debug)]
-pub(crate) struct LeaderElection {
+pub(crate) struct StandbyCoordinator {
     url: DatabaseUrl,
     options: PgConnectOptions,
     /// Reads the lease; a leader gets a pool of its own.
     pool: PgPool,
 }
 
-impl LeaderElection {
+impl StandbyCoordinator {
     /// Prepares the connection; connects at the first query.
     pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
         url.warn_if_unencrypted()?;

@@ -29,7 +29,7 @@ struct AddressRecord {
 
 /// Counts failures per address; see the module.
 #[derive(Debug, Default)]
-pub(super) struct FailureLimiter {
+pub(super) struct TokenGuessLimiter {
     addresses: HashMap<IpAddr, AddressRecord>,
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn network_of(address: IpAddr) -> IpAddr {
     }
 }
 
-impl FailureLimiter {
+impl TokenGuessLimiter {
     /// Whether a token from this address may be checked.
     pub(super) fn allows(&self, now: Instant, address: IpAddr, token: &ContentHash) -> bool {
         self.addresses.get(&address).is_none_or(|record| {
@@ -120,7 +120,7 @@ mod tests {
     fn after_too_many_failures_only_known_tokens_are_accepted() {
         let (begin, here, there) = (Instant::now(), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
         let (known, guess) = (ContentHash::of(b"known"), ContentHash::of(b"guess"));
-        let mut limit = FailureLimiter::default();
+        let mut limit = TokenGuessLimiter::default();
         assert!(limit.record_success(begin, here, known) && !limit.record_success(begin, here, known));
         for _ in 1..MAX_FAILURES {
             assert_eq!(limit.record_failure(begin, here), Failure::Counted);
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn many_addresses_take_bounded_memory() {
-        let mut limit = FailureLimiter::default();
+        let mut limit = TokenGuessLimiter::default();
         for number in 0..MAX_ADDRESSES as u32 + 100 {
             limit.record_failure(Instant::now(), IpAddr::from(number.to_be_bytes()));
         }

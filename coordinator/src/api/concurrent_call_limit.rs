@@ -4,9 +4,9 @@
 //! requests without ending them, or asks for large answers without reading them, must wait for its own earlier calls;
 //! other users are not affected.
 
-use super::changes::ChangeLimiter;
+use super::change_rate_limit::ChangeLimiter;
 use crate::access::Identity;
-use crate::transfers::{TransferPermit, Transfers};
+use crate::transfer_limit::{TransferLimiter, TransferPermit};
 use aitk_common::id::UserName;
 use http_body::{Frame, SizeHint};
 use std::collections::HashMap;
@@ -76,9 +76,9 @@ fn is_change(path: &str) -> bool {
 pub(crate) struct CallLimiter {
     /// By user.
     open: Arc<Mutex<HashMap<UserName, usize>>>,
-    answers: Transfers,
-    followers: Transfers,
-    requests: Transfers,
+    answers: TransferLimiter,
+    followers: TransferLimiter,
+    requests: TransferLimiter,
     changes: Arc<ChangeLimiter>,
     /// How long to wait for a permit: [`PERMIT_TIMEOUT`], less in tests.
     permit_timeout: Duration,
@@ -112,7 +112,7 @@ pub(super) struct CallPermit {
 
 impl CallLimiter {
     pub(crate) fn new() -> Self {
-        let of = |(each, all)| Transfers::with_limits(all, each);
+        let of = |(each, all)| TransferLimiter::with_limits(all, each);
         Self {
             open: Arc::default(),
             answers: of(MAX_ANSWERS),
@@ -191,7 +191,7 @@ impl CallLimiter {
 /// # Errors
 /// When no permit became free in time.
 async fn wait_for_permit(
-    all: &Transfers,
+    all: &TransferLimiter,
     who: &UserName,
     timeout: Duration,
     (most, what): (usize, &str),
@@ -219,7 +219,7 @@ struct PendingFrame {
 struct LimitedBody {
     body: Body,
     bytes: usize,
-    requests: Transfers,
+    requests: TransferLimiter,
     timeout: Duration,
     who: UserName,
     permit: RequestPermit,

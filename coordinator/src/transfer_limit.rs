@@ -8,7 +8,7 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 /// A semaphore in total and one per user. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Transfers {
+pub(crate) struct TransferLimiter {
     all: Arc<Semaphore>,
     each: usize,
     /// By user; bounded by the number of tokens.
@@ -22,7 +22,7 @@ pub(crate) struct TransferPermit {
     _of_all: OwnedSemaphorePermit,
 }
 
-impl Transfers {
+impl TransferLimiter {
     /// Allows `most` transfers in total, and three quarters of them per user.
     pub(crate) fn new(most: usize) -> Self {
         Self::with_limits(most, (most * 3 / 4).max(1))
@@ -95,7 +95,7 @@ mod tests {
 
     #[tokio::test]
     async fn one_user_cannot_take_all_permits() {
-        let transfers = Transfers::new(16);
+        let transfers = TransferLimiter::new(16);
         let (eve, ada) = (UserName::new("eve"), UserName::new("ada"));
         let mut held = Vec::new();
         for _ in 0..12 {

@@ -13,7 +13,7 @@ const OVERHEAD: usize = 512;
 
 /// The newest configs, up to the maximum size; the others are in the store. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Payloads(Arc<Mutex<Inner>>);
+pub(crate) struct JobConfigCache(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
@@ -22,7 +22,7 @@ struct Inner {
     bytes: usize,
 }
 
-impl Payloads {
+impl JobConfigCache {
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn the_cache_keeps_the_newest_configs_up_to_its_size() {
-        let payloads = Payloads::default();
+        let payloads = JobConfigCache::default();
         let id = |n: u32| JobId::new(format!("j{n}"));
         for n in 0..40 {
             payloads.insert(&id(n), &payload(1 << 20));
@@ -83,7 +83,7 @@ mod tests {
             assert!(bytes <= MAX_CACHED_BYTES, "{bytes}");
         }
         assert!(payloads.get(&id(0)).is_none() && payloads.get(&id(39)).is_some());
-        let kept = |payloads: &Payloads| {
+        let kept = |payloads: &JobConfigCache| {
             let inner = payloads.inner();
             (inner.bytes, inner.by_job.len(), inner.order.len())
         };
