@@ -3,7 +3,8 @@
     python tests/reference/make_samplers.py [OUT_DIR]        (default: tests/fixtures/samplers)
 
 The pretend model is tanh(0.7 * input) + 0.01 * t / 1000. Written are the time steps, the first sample (noise), and the
-sample after each step, in f32.
+sample after each step, in f32. Of the samplers of `SMALL_CLASSES` the tensors of all cases lie one after the other, and the cases give what
+differs from `SMALL`.
 """
 import json
 import pathlib
@@ -19,8 +20,11 @@ from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
+    DPMSolverSinglestepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
+    KDPM2DiscreteScheduler,
     PNDMScheduler,
 )
 from diffusers.schedulers import scheduling_lms_discrete
@@ -48,6 +52,11 @@ CLASSES = {
     "lms": scheduling_lms_discrete.LMSDiscreteScheduler,
     "dpmsolver++": DPMSolverMultistepScheduler,
     "dpmsolver": DPMSolverMultistepScheduler,
+}
+SMALL_CLASSES = {
+    "dpm_2": KDPM2DiscreteScheduler,
+    "dpm_2_a": KDPM2AncestralDiscreteScheduler,
+    "dpmsingle": DPMSolverSinglestepScheduler,
 }
 SD = {
     "num_train_timesteps": 1000,
@@ -117,8 +126,69 @@ def cases():
     yield "dpmsolver++", "lambda_clip", SD | {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1}, 8, 0, {}
 
 
+# The scheduler of ai-toolkit, as far as these classes read it.
+SMALL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "timestep_spacing": "leading"}
+
+
+def small_cases():
+    for name in ("dpm_2", "dpm_2_a"):
+        yield name, "toolkit", {}, 4, 0
+        yield name, "v", V | {"steps_offset": 1}, 3, 0
+        yield name, "one_step", {}, 1, 0
+        yield name, "from_middle", {"timestep_spacing": "trailing"}, 5, 4
+        yield name, "karras", KARRAS, 4, 0
+        yield name, "karras_v", KARRAS | V | {"sigma_min": 0.1, "sigma_max": 10.0, "timestep_spacing": "linspace"}, 3, 0
+        yield name, "exponential", {"use_exponential_sigmas": True, "beta_schedule": "squaredcos_cap_v2"}, 2, 0
+        yield name, "class_defaults", dict.fromkeys(SMALL), 3, 0
+    zero_snr = V | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    yield "dpm_2", "zero_snr", zero_snr, 2, 0
+    sigma_min = {"final_sigmas_type": "sigma_min"}
+    third = {"solver_order": 3}
+    heun = {"solver_type": "heun"}
+    for label, params, steps, begin in [
+        ("toolkit", {}, 5, 0),
+        ("v", V, 4, 0),
+        ("one_step", {}, 1, 0),
+        ("x0", X0, 3, 0),
+        ("heun", heun, 4, 0),
+        ("first", {"solver_order": 1}, 3, 0),
+        ("third", third, 6, 0),
+        ("third_heun", third | heun, 4, 0),
+        ("third_whole", third | sigma_min, 3, 0),
+        ("third_lower", third | sigma_min | {"lower_order_final": True}, 5, 0),
+        ("from_middle", third, 5, 1),
+        ("plain", sigma_min | {"algorithm_type": "dpmsolver"}, 4, 0),
+        ("plain_third_heun", third | heun | sigma_min | V | {"algorithm_type": "dpmsolver"}, 3, 0),
+        ("sde", {"algorithm_type": "sde-dpmsolver++"}, 4, 0),
+        ("sde_third_heun", third | heun | {"algorithm_type": "sde-dpmsolver++"}, 4, 0),
+        ("karras", KARRAS, 4, 0),
+        ("karras_cosine", KARRAS | zero_snr | {"beta_schedule": "squaredcos_cap_v2"}, 3, 0),
+        ("exponential", {"use_exponential_sigmas": True}, 3, 0),
+        ("lambda_clip", {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1}, 3, 0),
+        ("class_defaults", dict.fromkeys(SMALL), 3, 0),
+    ]:
+        yield "dpmsingle", label, params, steps, begin
+
+
+def small():
+    """Writes the fixture of `SMALL_CLASSES`."""
+    index, all_timesteps, all_samples = [], [], []
+    for name, label, params, steps, begin in small_cases():
+        config = {key: value for key, value in (SMALL | params).items() if value is not None}
+        timesteps, samples = run(name, config, steps, begin, {})
+        assert torch.isfinite(samples).all(), label
+        all_timesteps.append(timesteps)
+        all_samples.append(samples)
+        index.append({"case": f"{name}/{label}", "sampler": name, "params": params, "steps": steps, "begin": begin, "evaluations": len(timesteps)})
+    tensors = {"timesteps": torch.cat(all_timesteps), "samples": torch.cat(all_samples)}
+    save_file(tensors, OUT / "small_trajectories.safetensors")
+    cases = ",\n".join(json.dumps(c) for c in index)
+    (OUT / "small_cases.json").write_text(f'{{"params": {json.dumps(SMALL)}, "cases": [\n{cases}\n]}}\n')
+    print(f"{len(index)} small trajectories")
+
+
 def run(name, params, steps, begin, options):
-    cls = CLASSES[name]
+    cls = (CLASSES | SMALL_CLASSES)[name]
     config = dict(params)
     if name == "dpmsolver":
         config["final_sigmas_type"] = "sigma_min"
@@ -178,6 +248,7 @@ def main():
     print(f"{len(index)} trajectories")
     for line in left_out:
         print("left out:", line)
+    small()
 
 
 if __name__ == "__main__":

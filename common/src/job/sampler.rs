@@ -29,16 +29,16 @@ choices! {
         KDpmSolver = "k_dpmsolver", Works;
         /// DPM-Solver++ 2M with Karras sigmas.
         KDpmSolverPp = "k_dpmsolver++" | "k_dpm++_2m" | "k_dpmpp_2m", Works;
-        /// DPM-Solver, single step.
-        DpmSingle = "dpmsingle", Refused("use `dpmsolver++`");
+        /// DPM-Solver++, single step.
+        DpmSingle = "dpmsingle", Works;
         /// Heun.
         Heun = "heun" | "flow_match_heun", Works;
         /// UniPC.
         UniPc = "unipc" | "uni_pc", Works;
-        /// KDPM2.
-        Dpm2 = "dpm_2", Refused("use `dpmsolver++`");
+        /// KDPM2, two evaluations of the model per step.
+        Dpm2 = "dpm_2", Works;
         /// KDPM2 with ancestral noise.
-        Dpm2A = "dpm_2_a", Refused("use `euler_a`");
+        Dpm2A = "dpm_2_a", Works;
         /// Latent consistency.
         Lcm = "lcm", Works;
         /// ai-toolkit's variant of `lcm`.
@@ -55,5 +55,16 @@ impl SamplerName {
     #[must_use]
     pub fn is_karras(self) -> bool {
         self.name().starts_with("k_")
+    }
+
+    /// How often it evaluates the model in so many steps.
+    #[must_use]
+    pub fn evaluations(self, steps: u32) -> u32 {
+        match self {
+            Self::Heun | Self::Dpm2 | Self::Dpm2A => steps.saturating_mul(2).saturating_sub(1),
+            // It corrects its first step, if there is a second.
+            Self::Pndm if steps > 1 => steps + 1,
+            _ => steps,
+        }
     }
 }

@@ -226,9 +226,11 @@ fn most_sampling_steps(train: &TrainConfig, is_flow: bool) -> u32 {
         _ if is_flow => table,
         SamplerName::Lcm => 50.min(table),
         // Of nearly equal noise levels the second order divides by nearly nothing.
-        SamplerName::DpmSolver | SamplerName::DpmSolverPp | SamplerName::KDpmSolver | SamplerName::KDpmSolverPp => {
-            table / 2
-        }
+        SamplerName::DpmSolver
+        | SamplerName::DpmSolverPp
+        | SamplerName::KDpmSolver
+        | SamplerName::KDpmSolverPp
+        | SamplerName::DpmSingle => table / 2,
         _ => table.saturating_sub(1),
     }
 }

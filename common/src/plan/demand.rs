@@ -11,6 +11,7 @@ use super::json::{flag, largest, number, text};
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
 use super::slider::SliderKind;
+use crate::job::sampler::SamplerName;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -181,10 +182,19 @@ fn training_passes(body: &Value) -> f64 {
 fn generation_passes(body: &Value) -> f64 {
     let side = |key: &str| number(body, key).unwrap_or(512.0);
     let area = side("/generate/width") * side("/generate/height");
-    let steps = number(body, "/generate/sample_steps").unwrap_or(20.0);
     let guided = number(body, "/generate/guidance_scale").unwrap_or(7.0) > 1.0;
     let passes = if guided { 2.0 } else { 1.0 };
-    image_count(body) * steps * passes * area / (512.0 * 512.0)
+    image_count(body) * evaluations(body) * passes * area / (512.0 * 512.0)
+}
+
+/// How often a generation evaluates the model for one image.
+pub(super) fn evaluations(body: &Value) -> f64 {
+    let steps = number(body, "/generate/sample_steps").unwrap_or(20.0).min(1e6);
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let evaluations = |sampler: SamplerName| f64::from(sampler.evaluations(steps as u32));
+    text(body, "/generate/sampler")
+        .and_then(SamplerName::from_name)
+        .map_or(steps, evaluations)
 }
 
 /// The number of images, as far as the job itself gives it.

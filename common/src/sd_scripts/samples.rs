@@ -92,12 +92,16 @@ fn sampler(import: &mut Import<'_>) -> &'static str {
         "euler_a" => ("euler_a", true),
         "dpmsolver" => ("dpmsolver", true),
         "dpmsolver++" => ("dpmsolver++", true),
+        "dpmsingle" => ("dpmsingle", true),
+        "dpm_2" => ("dpm_2", true),
+        "dpm_2_a" => ("dpm_2_a", true),
         // sd-scripts uses the schedulers without Karras sigmas for these names too.
         "k_lms" => ("lms", true),
         "k_euler" => ("euler", true),
         "k_euler_a" => ("euler_a", true),
-        "dpmsingle" | "heun" | "dpm_2" | "k_dpm_2" => ("dpmsolver++", false),
-        "dpm_2_a" | "k_dpm_2_a" => ("euler_a", false),
+        "k_dpm_2" => ("dpm_2", true),
+        "k_dpm_2_a" => ("dpm_2_a", true),
+        "heun" => ("dpmsolver++", false),
         _ => ("ddim", true),
     };
     if !is_same {

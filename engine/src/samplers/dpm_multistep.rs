@@ -1,32 +1,14 @@
 //! `DPMSolverMultistepScheduler` of diffusers: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE
 //! variants. For models that were trained by flow matching DPM-Solver++ only, as with `use_flow_sigmas` there.
 
+use super::dpm_solver::{self, Algorithm, diffusion_levels};
 use super::flow_sigmas::FlowShift;
 use super::noise_level::NoiseLevel;
-use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
+use super::params::{PredictionType, SamplerParams};
 use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use super::schedule::NoiseSchedule;
 use super::spacing;
 use candle_core::{DType, Tensor};
-
-/// `algorithm_type` of diffusers.
-#[derive(Clone, Copy, PartialEq)]
-enum Algorithm {
-    Plain,
-    PlusPlus,
-    SdePlain,
-    SdePlusPlus,
-}
-
-impl Algorithm {
-    fn predicts_original(self) -> bool {
-        matches!(self, Self::PlusPlus | Self::SdePlusPlus)
-    }
-
-    fn is_sde(self) -> bool {
-        matches!(self, Self::SdePlain | Self::SdePlusPlus)
-    }
-}
 
 struct DpmMultistep {
     timesteps: Vec<f64>,
@@ -90,30 +72,9 @@ fn make(
     if params.rescale_betas_zero_snr == Some(true) {
         schedule.avoid_infinite_sigma();
     }
-    let order = params.solver_order.unwrap_or(2);
-    if order > 3 {
-        return Err(SamplerError::Config(format!(
-            "`solver_order: {order}` of scheduler_config.json must be 1, 2 or 3"
-        )));
-    }
-    let heun = match params.solver_type.as_deref() {
-        None | Some("midpoint" | "logrho" | "bh1" | "bh2") => false,
-        Some("heun") => true,
-        Some(other) => {
-            return Err(SamplerError::Config(format!(
-                "`solver_type: {other}` must be midpoint or heun"
-            )));
-        }
-    };
-    let ends_at_zero = match params.final_sigmas_type.as_deref() {
-        None | Some("zero") => true,
-        Some("sigma_min") => false,
-        Some(other) => {
-            return Err(SamplerError::Config(format!(
-                "`final_sigmas_type: {other}` must be zero or sigma_min"
-            )));
-        }
-    };
+    let order = dpm_solver::order(&params)?;
+    let heun = dpm_solver::is_heun(&params)?;
+    let ends_at_zero = dpm_solver::ends_at_zero(&params)?;
     let (timesteps, levels) = match params.is_flow {
         true => flow_levels(&params, options, schedule.len())?,
         false => diffusion_levels(&params, &schedule, options.steps),
@@ -150,54 +111,6 @@ fn flow_levels(
     Ok((timesteps, levels))
 }
 
-/// The time steps and noise levels for diffusion models.
-fn diffusion_levels(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> (Vec<f64>, Vec<f64>) {
-    let train_sigmas = schedule.sigmas();
-    let (low, high) = (
-        f64::from(train_sigmas[0]),
-        f64::from(train_sigmas[train_sigmas.len() - 1]),
-    );
-    let (low, high) = (params.sigma_min.unwrap_or(low), params.sigma_max.unwrap_or(high));
-    let is_karras = params.use_karras_sigmas == Some(true);
-    let levels = if is_karras {
-        spacing::karras(low, high, steps)
-    } else if params.use_exponential_sigmas == Some(true) {
-        spacing::exponential(low, high, steps)
-    } else {
-        let timesteps = timesteps_of(params, schedule, steps);
-        let levels = timesteps.iter().map(|t| spacing::interp(*t, &train_sigmas)).collect();
-        return (timesteps, levels);
-    };
-    let round = is_karras && params.beta_schedule != Some(BetaSchedule::SquaredCosCapV2);
-    let to_step = |sigma: &f64| {
-        let t = spacing::sigma_to_t(*sigma, &train_sigmas);
-        if round { t.round_ties_even() } else { t.trunc() }
-    };
-    (levels.iter().map(to_step).collect(), levels)
-}
-
-/// The time steps in descending order. This class spaces `steps + 1` of them and leaves out the last.
-fn timesteps_of(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> Vec<f64> {
-    let clip = params.lambda_min_clipped.unwrap_or(f64::NEG_INFINITY);
-    let lambda = |a: f32| f64::from(a.sqrt().ln() - (1.0 - a).sqrt().ln());
-    let clipped = schedule.alphas_cumprod.iter().filter(|a| lambda(**a) < clip).count();
-    let last = (schedule.len() - clipped).max(1);
-    match params.timestep_spacing.unwrap_or(Spacing::Linspace) {
-        Spacing::Linspace => {
-            let all = spacing::linspace(0.0, (last - 1) as f64, steps + 1);
-            all[1..].iter().rev().map(|t| t.round_ties_even()).collect()
-        }
-        Spacing::Leading => {
-            let offset = params.steps_offset.unwrap_or(0) as f64;
-            (1..=steps)
-                .rev()
-                .map(|i| (i * (last / (steps + 1))) as f64 + offset)
-                .collect()
-        }
-        Spacing::Trailing => spacing::trailing(last as f64, schedule.len() as f64 / steps as f64),
-    }
-}
-
 impl DpmMultistep {
     /// The noise level before step `index`.
     fn level(&self, index: usize) -> NoiseLevel {
@@ -208,77 +121,10 @@ impl DpmMultistep {
     }
 
     fn convert_model_output(&self, index: usize, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
-        let NoiseLevel { alpha, sigma, .. } = self.level(index);
-        if self.is_flow {
-            return Ok(blend(1.0, sample, -sigma, output)?);
-        }
-        Ok(match (self.algorithm.predicts_original(), self.prediction_type) {
-            (true, PredictionType::Epsilon) => scaled(&blend(1.0, sample, -sigma, output)?, 1.0 / alpha)?,
-            (true, PredictionType::VPrediction) => blend(alpha, sample, -sigma, output)?,
-            (true, PredictionType::Sample) | (false, PredictionType::Epsilon) => output.clone(),
-            (false, PredictionType::VPrediction) => blend(alpha, output, sigma, sample)?,
-            (false, PredictionType::Sample) => scaled(&blend(1.0, sample, -alpha, output)?, 1.0 / sigma)?,
-        })
-    }
-
-    /// The weights of the sample, of the derivatives D0, D1 and D2, and of new noise.
-    fn weights(&self, order: usize, to: NoiseLevel, from: NoiseLevel) -> (f32, [f32; 3], f32) {
-        let h = to.lambda - from.lambda;
-        let heun = self.heun;
-        match self.algorithm {
-            Algorithm::PlusPlus => {
-                let e = (-h).exp() - 1.0;
-                let d1 = if order == 3 || heun {
-                    to.alpha * (e / h + 1.0)
-                } else {
-                    -0.5 * (to.alpha * e)
-                };
-                (
-                    to.sigma / from.sigma,
-                    [-(to.alpha * e), d1, -(to.alpha * ((e + h) / (h * h) - 0.5))],
-                    0.0,
-                )
-            }
-            Algorithm::Plain => {
-                let e = h.exp() - 1.0;
-                let d1 = if order == 3 || heun {
-                    -(to.sigma * (e / h - 1.0))
-                } else {
-                    -0.5 * (to.sigma * e)
-                };
-                (
-                    to.alpha / from.alpha,
-                    [-(to.sigma * e), d1, -(to.sigma * ((e - h) / (h * h) - 0.5))],
-                    0.0,
-                )
-            }
-            Algorithm::SdePlusPlus => {
-                let e = 1.0 - (-2.0 * h).exp();
-                let d1 = if order == 3 || heun {
-                    to.alpha * (e / (-2.0 * h) + 1.0)
-                } else {
-                    0.5 * (to.alpha * e)
-                };
-                let d2 = to.alpha * ((e - 2.0 * h) / ((2.0 * h) * (2.0 * h)) - 0.5);
-                (
-                    to.sigma / from.sigma * (-h).exp(),
-                    [to.alpha * e, d1, d2],
-                    to.sigma * e.sqrt(),
-                )
-            }
-            Algorithm::SdePlain => {
-                let e = h.exp() - 1.0;
-                let d1 = if heun {
-                    -2.0 * (to.sigma * (e / h - 1.0))
-                } else {
-                    -(to.sigma * e)
-                };
-                (
-                    to.alpha / from.alpha,
-                    [-2.0 * (to.sigma * e), d1, 0.0],
-                    to.sigma * ((2.0 * h).exp() - 1.0).sqrt(),
-                )
-            }
+        let level = self.level(index);
+        match self.is_flow {
+            true => Ok(blend(1.0, sample, -level.sigma, output)?),
+            false => self.algorithm.convert(self.prediction_type, level, output, sample),
         }
     }
 }
@@ -316,7 +162,7 @@ impl Sampler for DpmMultistep {
 
         let at = |back: usize| self.level(index - back);
         let (to, from) = (self.level(index + 1), at(0));
-        let (sample_weight, [w0, w1, w2], noise_weight) = self.weights(order, to, from);
+        let (sample_weight, [w0, w1, w2], noise_weight) = self.algorithm.weights(order, self.heun, to, from);
         let m = |back: usize| &self.outputs[stored - back];
         let mut next = blend(sample_weight, sample, w0, m(0))?;
         if order >= 2 {

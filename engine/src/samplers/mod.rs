@@ -7,7 +7,11 @@ mod beta_quantile;
 mod ddim;
 mod ddpm;
 mod discrete;
+mod dpm_2;
+mod dpm_2_ancestral;
 mod dpm_multistep;
+mod dpm_singlestep;
+mod dpm_solver;
 mod euler;
 mod euler_ancestral;
 mod flow_match_euler;
@@ -37,61 +41,51 @@ pub use schedule::NoiseSchedule;
 /// The constructor of a sampler.
 type Constructor = fn(SamplerParams, SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError>;
 
-/// Name, aliases, constructor.
-type Entry = (&'static str, &'static [&'static str], Constructor);
+/// Name, constructor.
+type Entry = (&'static str, Constructor);
 
-/// Other names of `dpmsolver++`.
-const DPM_PLUS_PLUS_ALIASES: &[&str] = &["dpm++_2m", "dpmpp_2m", "dpm++2m", "dpmsolver_multistep"];
-
-/// The samplers for diffusion models.
+/// The samplers for diffusion models, by the names of `SamplerName` in `aitk-common`, which also knows their aliases.
 fn registry() -> &'static [Entry] {
     &[
-        ("ddim", &[], ddim::make),
-        ("ddpm", &[], ddpm::make),
-        ("pndm", &["plms"], pndm::make),
-        ("euler", &["euler_discrete"], euler::make),
-        ("euler_a", &["euler_ancestral", "k_euler_a"], euler_ancestral::make),
-        ("lms", &[], lms::make),
-        ("lcm", &[], lcm::make),
-        ("dpmsolver++", DPM_PLUS_PLUS_ALIASES, dpm_multistep::make_plus_plus),
-        ("dpmsolver", &[], dpm_multistep::make_plain),
+        ("ddim", ddim::make),
+        ("ddpm", ddpm::make),
+        ("pndm", pndm::make),
+        ("euler", euler::make),
+        ("euler_a", euler_ancestral::make),
+        ("lms", lms::make),
+        ("lcm", lcm::make),
+        ("dpmsolver++", dpm_multistep::make_plus_plus),
+        ("dpmsolver", dpm_multistep::make_plain),
+        ("dpmsingle", dpm_singlestep::make),
+        ("dpm_2", dpm_2::make),
+        ("dpm_2_a", dpm_2_ancestral::make),
     ]
 }
 
 /// The samplers for models that were trained by flow matching.
 fn flow_registry() -> &'static [Entry] {
     &[
-        (
-            "flowmatch",
-            // `ddpm` is what a config without a sampler has.
-            &["euler", "euler_discrete", "flow_match_euler", "ddpm"],
-            flow_match_euler::make,
-        ),
-        ("heun", &["flow_match_heun"], flow_match_heun::make),
-        ("dpmsolver++", DPM_PLUS_PLUS_ALIASES, dpm_multistep::make_flow),
-        ("unipc", &["uni_pc", "unipc_multistep"], unipc::make),
+        ("flowmatch", flow_match_euler::make),
+        // Two more names of `flowmatch`. `ddpm` is what a config without a sampler has.
+        ("euler", flow_match_euler::make),
+        ("ddpm", flow_match_euler::make),
+        ("heun", flow_match_heun::make),
+        ("dpmsolver++", dpm_multistep::make_flow),
+        ("unipc", unipc::make),
     ]
 }
 
 /// Names that ai-toolkit or diffusers have, and that aitk does not implement yet for diffusion models.
-const NOT_IMPLEMENTED: &[&str] = &[
-    "dpmsingle",
-    "heun",
-    "dpm_2",
-    "dpm_2_a",
-    "custom_lcm",
-    "mean_flow",
-    "unipc",
-];
+const NOT_IMPLEMENTED: &[&str] = &["heun", "custom_lcm", "mean_flow", "unipc"];
 
-/// Names and aliases of the samplers that have no form with Karras noise levels.
-const WITHOUT_KARRAS: [&str; 7] = ["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral", "lcm"];
+/// The samplers that have a second name with the prefix `k_`, as in ai-toolkit: the same with Karras noise levels.
+/// `use_karras_sigmas` of `scheduler_config.json` also works with others.
+const WITH_KARRAS_NAME: [&str; 4] = ["euler", "lms", "dpmsolver", "dpmsolver++"];
 
-/// The names of the samplers for models of a kind, without aliases. A `k_` prefix turns on Karras noise levels for euler, lms,
-/// dpmsolver, flowmatch, heun and unipc.
+/// The names of the samplers for models of a kind. Those of [`WITH_KARRAS_NAME`] also have a name with the prefix `k_`.
 #[must_use]
 pub fn names(is_flow: bool) -> Vec<&'static str> {
-    entries(is_flow).iter().map(|(name, _, _)| *name).collect()
+    entries(is_flow).iter().map(|(name, _)| *name).collect()
 }
 
 fn entries(is_flow: bool) -> &'static [Entry] {
@@ -108,41 +102,28 @@ pub fn check_name(name: &str) -> Result<(), SamplerError> {
 
 /// The constructor of the sampler of that name, and whether the name asks for Karras noise levels.
 fn find(name: &str, is_flow: bool) -> Result<(Constructor, bool), SamplerError> {
-    let normalized = name.trim().to_lowercase().replace([' ', '-'], "_");
-    let lookup = |name: &str| {
-        entries(is_flow)
-            .iter()
-            .find(|(n, aliases, _)| *n == name || aliases.contains(&name))
-            .map(|(_, _, make)| *make)
+    let lookup = |name: &str, is_flow: bool| {
+        let entry = entries(is_flow).iter().find(|(known, _)| *known == name);
+        entry.map(|(_, make)| *make)
     };
-    if let Some(make) = lookup(&normalized) {
+    if let Some(make) = lookup(name, is_flow) {
         return Ok((make, false));
     }
-    let without_karras = normalized
-        .strip_prefix("k_")
-        .or_else(|| normalized.strip_suffix("_karras"));
-    if let Some(without_karras) = without_karras
-        && let Some(make) = lookup(without_karras)
-        && !WITHOUT_KARRAS.contains(&without_karras)
+    if let Some(plain) = name.strip_prefix("k_").filter(|plain| WITH_KARRAS_NAME.contains(plain))
+        && let Some(make) = lookup(plain, is_flow)
     {
         return Ok((make, true));
     }
+    let is_missing = NOT_IMPLEMENTED.contains(&name);
+    let is_other_kind = lookup(name, !is_flow).is_some();
     let (name, known) = (name.to_owned(), names(is_flow).join(", "));
-    let is_missing = NOT_IMPLEMENTED.contains(&without_karras.unwrap_or(&normalized));
-    if find_other_kind(&normalized, is_flow) && !is_missing {
-        return Err(SamplerError::OtherKind { name, known });
-    }
     Err(if is_missing {
         SamplerError::NotImplemented { name, known }
+    } else if is_other_kind {
+        SamplerError::OtherKind { name, known }
     } else {
         SamplerError::Unknown { name, known }
     })
-}
-
-/// Whether there is a sampler of that name for the other kind of models.
-fn find_other_kind(normalized: &str, is_flow: bool) -> bool {
-    let mut others = entries(!is_flow).iter();
-    others.any(|(name, aliases, _)| *name == normalized || aliases.contains(&normalized))
 }
 
 /// Builds the sampler of that name.

@@ -59,7 +59,7 @@ pub trait Sampler: Send {
     /// The time steps in sampling order, as the model gets them. Some samplers use one of them twice.
     fn timesteps(&self) -> &[f64];
 
-    /// How many entries of [`Sampler::timesteps`] one sampling step has: 2 for Heun's method, whose first step has one.
+    /// How many entries of [`Sampler::timesteps`] one sampling step has: 2 for Heun's method and KDPM2, whose last step has one.
     /// diffusers calls it `order`.
     fn evaluations_per_step(&self) -> usize {
         1

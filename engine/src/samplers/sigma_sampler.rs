@@ -1,4 +1,4 @@
-//! The common part of the samplers that work on noise levels (euler, euler_a, lms); each of them is an [`UpdateRule`].
+//! The common part of the samplers that work on noise levels (euler, euler_a, lms, dpm_2, dpm_2_a); each of them is an [`UpdateRule`].
 
 use super::sampler::{Sampler, SamplerError, SamplerStep};
 use super::sigmas::SigmaSchedule;
@@ -6,6 +6,11 @@ use candle_core::Tensor;
 
 /// How a sampler steps from one noise level to the next.
 pub(super) trait UpdateRule: Send {
+    /// As [`Sampler::evaluations_per_step`].
+    fn evaluations_per_step(&self) -> usize {
+        1
+    }
+
     /// The sample at noise level `step.index + 1`. `derivative`: of the sample at level `step.index`, by the level.
     fn step(
         &mut self,
@@ -24,6 +29,10 @@ pub(super) struct SigmaSampler<R> {
 impl<R: UpdateRule> Sampler for SigmaSampler<R> {
     fn timesteps(&self) -> &[f64] {
         &self.schedule.timesteps
+    }
+
+    fn evaluations_per_step(&self) -> usize {
+        self.rule.evaluations_per_step()
     }
 
     fn init_noise_sigma(&self) -> f64 {

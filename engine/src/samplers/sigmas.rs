@@ -1,4 +1,4 @@
-//! The time steps and noise levels of the samplers that work on noise levels (euler, euler_a, lms).
+//! The time steps and noise levels of the samplers that work on noise levels (euler, euler_a, lms, dpm_2, dpm_2_a).
 
 use super::params::{PredictionType, SamplerParams, Spacing};
 use super::sampler::{SamplerError, scaled};

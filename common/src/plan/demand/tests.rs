@@ -507,6 +507,10 @@ fn work_counts_steps_images_and_pixels() {
     let passes = made.passes() / (6.0 * 20.0 * 2.0 * 4.0);
     assert!((1.0..1.4).contains(&passes), "{passes}");
     assert_eq!(made.family, "sdxl");
+    let mut second_order = images.clone();
+    second_order["process"][0]["kind"]["generate"]["generate"]["sampler"] = json!("dpm_2");
+    let more = Demand::of_job(&second_order, None, &[]).unwrap().passes() / made.passes();
+    assert!((1.8..1.96).contains(&more), "{more}");
     // Attention over the tokens of the text too is a smaller part of a transformer's work.
     let flux = |side| {
         let demand = Demand::of_job(&lora("flux", side, "bf16", 4), None, &[]).unwrap();

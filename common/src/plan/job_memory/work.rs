@@ -1,7 +1,7 @@
 //! The work of a process in FLOPs, from the same walk.
 
 use super::{CAPTION_TOKENS, Job, MAX_SIDE, Task, prompt_tokens};
-use crate::plan::json::number;
+use crate::plan::demand::evaluations;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::parameter_counts::ParameterCounts;
 use crate::plan::requests::image_sizes;
@@ -23,7 +23,7 @@ impl Job<'_> {
             Task::Generation => {
                 let all = image_sizes(self.body, self.multiple());
                 let prompt = prompt_tokens(&all);
-                let steps = number(self.body, "/generate/sample_steps").unwrap_or(20.0).min(1e6);
+                let evaluations = evaluations(self.body);
                 let mut flops = 0.0;
                 for guided in [false, true] {
                     let sizes = all.iter().filter(|size| self.is_guided(size) == guided);
@@ -33,7 +33,7 @@ impl Job<'_> {
                     let side = [largest.height, largest.width].map(|side| side.min(MAX_SIDE));
                     let batch = if guided { 2.0 } else { 1.0 };
                     let pass = self.denoising(&model, backend, side, batch, guided, prompt).flops();
-                    let one = steps * pass + self.decoding(&model, &options, backend, side).flops();
+                    let one = evaluations * pass + self.decoding(&model, &options, backend, side).flops();
                     // One walk for all of them: the others by their pixels.
                     flops += one * sizes.map(|size| size.area() / largest.area()).sum::<f64>();
                 }
