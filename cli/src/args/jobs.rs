@@ -395,6 +395,9 @@ pub struct PlotArgs {
     pub json: bool,
 }
 
+/// The message of a commit on the hub, unless the user gives another.
+pub const PUSH_MESSAGE: &str = "Upload with aitk";
+
 /// `aitk push`.
 #[derive(Args, Clone, Debug)]
 #[command(
@@ -411,7 +414,7 @@ pub struct PushArgs {
     #[arg(long)]
     pub private: bool,
     /// Message of the commit
-    #[arg(short, long, value_name = "TEXT", default_value = crate::hub_push::MESSAGE)]
+    #[arg(short, long, value_name = "TEXT", default_value = PUSH_MESSAGE)]
     pub message: String,
     /// Only list the files
     #[arg(long)]

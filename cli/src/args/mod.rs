@@ -10,7 +10,7 @@ mod notify;
 pub use artifacts::{ArtifactsArgs, ArtifactsCommand, ArtifactsGetArgs, ArtifactsLsArgs};
 pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, BenchStore};
 pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs, SampleArgs, SaveArgs};
-pub use jobs::{PlotArgs, PushArgs, ValidateArgs};
+pub use jobs::{PUSH_MESSAGE, PlotArgs, PushArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
 pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, ImportArgs, InitArgs, RunArgs, UpArgs};
 pub use machines::{

@@ -1,6 +1,6 @@
 //! `run`: runs configs on this machine, as `python run.py` of ai-toolkit does, with an embedded coordinator and worker.
 
-use crate::args::RunArgs;
+use crate::args::{PUSH_MESSAGE, RunArgs};
 use crate::config::{self, ReadOptions};
 use crate::context::Context;
 use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, WorkerOffer, find_devices, print_devices};
@@ -8,7 +8,7 @@ use crate::exit::Exit;
 use crate::extensions::{absolute_programs, check_allowed};
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
-use crate::hub_push::{MESSAGE, Push, hub};
+use crate::hub_push::{Push, hub};
 use crate::job_file::{job_json, parameter_counts};
 use crate::notify::Notify;
 use crate::output::format::gib;
@@ -266,7 +266,7 @@ async fn push_results(ui: &Ui, mut result: RunResult, pushes: Vec<Push>, directo
     }
     for push in pushes {
         let uploaded = match push.plan(ui, directory) {
-            Ok(plan) => plan.upload(ui, directory, MESSAGE).await.map(drop),
+            Ok(plan) => plan.upload(ui, directory, PUSH_MESSAGE).await.map(drop),
             Err(failure) => Err(failure),
         };
         if let Err(failure) = uploaded {

@@ -17,9 +17,6 @@ use aitk_common::job::{dotenv, env_with};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The message of a commit, unless the user gives another.
-pub const MESSAGE: &str = "Upload with aitk";
-
 /// What to upload, and where to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Push {

@@ -6,6 +6,7 @@
 
 mod data;
 mod embedding;
+mod event_artifact;
 mod folder;
 mod image_batches;
 mod latents;

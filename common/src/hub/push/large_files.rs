@@ -2,7 +2,7 @@
 //! `multipart`.
 
 use super::request::{LFS_JSON, MAX_ATTEMPTS, Requests, time_limit, unavailable};
-use super::{PushError, Source, file_error};
+use super::upload::{PushError, Source, file_error};
 use crate::fsutil::regular;
 use futures::stream;
 use reqwest::header::{CONTENT_LENGTH, CONTENT_TYPE, ETAG, HeaderName, HeaderValue};

@@ -7,6 +7,9 @@
 
 mod large_files;
 mod request;
+mod upload;
+
+pub use upload::{PushError, Source, Upload};
 
 use crate::fsutil::regular;
 use base64::Engine as _;
@@ -18,7 +21,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use upload::file_error;
 
 /// Bytes of each file that the hub sees before it decides how the file is stored.
 const SAMPLE_BYTES: usize = 512;
@@ -28,56 +31,6 @@ const MAX_FILES_PER_COMMIT: usize = 256;
 const MAX_COMMIT_BYTES: u64 = 32 << 20;
 /// The largest file that travels in a commit. The hub stores larger ones with Git LFS.
 const MAX_REGULAR_BYTES: u64 = 32 << 20;
-
-/// Why files could not be uploaded.
-#[derive(Debug, thiserror::Error)]
-pub enum PushError {
-    /// The hub does not accept the token, or the token may not do this.
-    #[error(
-        "{endpoint} does not let this token write to {repo}: {reason}. Create a token with the right to write at {endpoint}/settings/tokens, \
-         and set HF_TOKEN (or write it to .env, or run `hf auth login`)"
-    )]
-    NotAllowed {
-        /// The hub's URL.
-        endpoint: String,
-        /// The repository.
-        repo: String,
-        /// What the hub says.
-        reason: String,
-    },
-    /// The hub refused a request.
-    #[error("{0}")]
-    Refused(String),
-    /// The hub cannot be reached, or its response is invalid.
-    #[error("{0}")]
-    Unavailable(String),
-    /// A file cannot be read.
-    #[error("{}: {error}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        error: std::io::Error,
-    },
-}
-
-/// Where the content of an uploaded file comes from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// A file on this machine.
-    File(PathBuf),
-    /// This text.
-    Text(String),
-}
-
-/// A file to upload.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Upload {
-    /// Its path in the repository, with `/` between folders.
-    pub name: String,
-    /// Its content.
-    pub source: Source,
-}
 
 /// What was uploaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -317,11 +270,4 @@ fn measure(source: &Source) -> Result<(String, u64, Vec<u8>), PushError> {
         }
     }
     Ok((hex::encode(hash.finalize()), size, sample))
-}
-
-fn file_error(path: &Path, error: std::io::Error) -> PushError {
-    PushError::File {
-        path: path.to_owned(),
-        error,
-    }
 }

@@ -1,6 +1,6 @@
 //! Requests to the hub that change something: repeated when the hub is busy, and with its words when it refuses.
 
-use super::PushError;
+use super::upload::PushError;
 use crate::hub::install_tls;
 use reqwest::header::{ACCEPT, CONTENT_TYPE};
 use reqwest::{Client, RequestBuilder, Response, StatusCode, redirect};

@@ -295,7 +295,7 @@ config:
   name: detail_slider_v1
   training_folder: output/LoRA
   device: cuda:0
-  log_dir: output/.tensorboard
+  log_dir: LOG_DIR
   process:
     - type: slider
       network: {type: lierla, linear: 8, linear_alpha: 4}
@@ -314,9 +314,15 @@ config:
           - {target_class: '', positive: 'high detail, 8k, intricate', negative: 'blurry, boring, fuzzy', weight: 1.0, shuffle: true}
 meta: {name: '[name]'}
 ";
-    let spec = small_job(text, dir.path(), &[]);
+    let logs_folder = dir.path().join("tensorboard");
+    let spec = small_job(
+        &text.replace("LOG_DIR", &logs_folder.display().to_string()),
+        dir.path(),
+        &[],
+    );
     let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(logs_folder.is_dir());
     assert!(
         dir.path()
             .join("out/detail_slider_v1/detail_slider_v1.safetensors")

@@ -1,18 +1,13 @@
 //! The metrics of a run's steps for TensorBoard: `process.log_dir`.
 
 use super::super::context::{Context, expand_home};
-use super::run::Run;
-use crate::error::Result;
-use aitk_common::event_file::{self, EVENT_FILE};
-use aitk_common::fsutil;
+use aitk_common::event_file;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::StepMetrics;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// The folder of the event file of a job, in the run folder.
-const JOB_FOLDER: &str = "tensorboard";
 /// How many files a folder has for one second at most: one for each start of a run.
 const MAX_FILES_PER_SECOND: u32 = 100;
 
@@ -104,30 +99,8 @@ impl EventLog {
 }
 
 /// Writes a file with the metrics of these steps.
-fn write_file(out: &mut impl Write, steps: &[StepMetrics]) -> io::Result<()> {
+pub(super) fn write_file(out: &mut impl Write, steps: &[StepMetrics]) -> io::Result<()> {
     event_file::write_start(out)?;
     event_file::write_steps(out, steps)?;
     out.flush()
-}
-
-impl Run<'_> {
-    /// Writes the event file of a job's attempt: the whole of its metrics, into the run folder, because an attempt writes nowhere
-    /// else. It is uploaded as an artifact. An error is only logged.
-    pub(super) fn write_event_file(&self, cx: &mut Context<'_>, step: u64) {
-        if self.process.log_dir.is_none() || !cx.has_staged_inputs() {
-            return;
-        }
-        let folder = self.folder.path.join(JOB_FOLDER);
-        let path = folder.join(EVENT_FILE);
-        let write = || -> Result<()> {
-            let steps = self.metrics.on_disk()?;
-            fsutil::create_dir_all(&folder)?;
-            fsutil::write_atomic(&path, |out| write_file(out, &steps))?;
-            Ok(())
-        };
-        match write() {
-            Ok(()) => cx.artifact("tensorboard", &self.folder.root, &path, Some(step), None),
-            Err(error) => cx.log("warn", format!("cannot write the metrics for TensorBoard: {error}")),
-        }
-    }
 }
