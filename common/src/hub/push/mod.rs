@@ -1,6 +1,6 @@
 //! Uploads files to a model repository on Hugging Face, as commits on its branch `main`.
 //!
-//! The hub decides which files are stored with Git LFS: those are sent to the addresses that it names ([`large_files`]), the others
+//! The hub decides which files are stored with Git LFS: those are sent to the addresses that it names (`large_files`), the others
 //! travel in the commit. Sources: the HTTP API as `huggingface_hub` 1.x uses it (`create_repo`, `preupload`, `commit`), and the
 //! specification of the Git LFS Batch API. The official Rust client (`hf-hub` 1.0) sends large files by Xet only, and would bring 48
 //! more packages with a second TLS provider, so that it is not used.
