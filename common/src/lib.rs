@@ -1,7 +1,7 @@
 //! Types and functions that coordinator, worker, engine and command line share.
 //!
 //! Everything here is plain data, pure functions and access to local files, except three modules behind features: `storage`
-//! (content-addressed blobs on top of `object_store`), `hub` (reads the small files of models on Hugging Face) and `webhook`
+//! (content-addressed blobs on top of `object_store`), `hub` (reads the small files of models on Hugging Face, and uploads results) and `webhook`
 //! (posts a short JSON message to a URL that a user configured).
 
 pub mod attempt;

@@ -72,6 +72,12 @@ fn a_run_writes_its_metrics_its_log_and_its_loss_curve() {
     assert!(shown.lines().all(|line| line.len() <= 80), "{shown}");
     assert_eq!(code(&aitk(&["plot", "out/cat", "-o", "here.png"])), 0);
     assert!(image::open(home.path().join("here.png")).is_ok());
+    let bitmap = aitk(&["plot", "out/cat", "-o", "here.bmp"]);
+    assert_eq!(code(&bitmap), 2);
+    assert!(err(&bitmap).contains(".png"), "{}", err(&bitmap));
+    let unknown = aitk(&["plot", "nope"]);
+    assert_eq!(code(&unknown), 2);
+    assert!(err(&unknown).contains("named by its run folder"), "{}", err(&unknown));
     let json: serde_json::Value = serde_json::from_str(&out(&aitk(&["plot", "out/cat", "--json"]))).unwrap();
     assert_eq!(json["points"].as_array().unwrap().len(), 7);
     let written = aitk(&["plot", "out/cat", "--tensorboard", "logs"]);

@@ -17,6 +17,8 @@ mod gui_fields;
 mod gui_tab;
 mod held_out;
 mod image_size;
+mod left_out;
+mod levels;
 mod lora_plus;
 mod model;
 mod network;
@@ -33,6 +35,7 @@ mod saving;
 mod schedule;
 mod script;
 mod settings;
+mod subset_section;
 mod unet_blocks;
 mod weights_ranks;
 mod word;
@@ -193,7 +196,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     let caches_text = caches_text(import, &rates);
     let (sections, counted, held_out) = datasets.sections(
         import,
-        &datasets::Training {
+        &subset_section::Training {
             batch_size,
             loss_factor: loss_factor / accumulated as f64,
             caches_text,

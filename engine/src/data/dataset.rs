@@ -283,10 +283,11 @@ impl DatasetScan {
         Ok(scan)
     }
 
-    /// Checks that no image is too small for a random crop, and that there are short captions where they are needed.
+    /// Checks that no image is too small for a random crop or too large after `scale`, and that there are short captions where they
+    /// are needed.
     ///
     /// # Errors
-    /// When an image is smaller than the square that is cropped from it, or has no short caption.
+    /// When an image is smaller than the square that is cropped from it, has too many pixels after `scale`, or has no short caption.
     pub(super) fn check_images(&self, options: &DatasetOptions) -> Result<()> {
         let without = self.images.iter().find(|image| image.short_caption.is_none());
         if let Some(image) = without.filter(|_| options.needs_short_captions) {

@@ -461,6 +461,23 @@ fn a_captions_file_has_captions_and_decides_which_images_are_trained() {
 }
 
 #[test]
+fn an_image_that_scale_makes_too_large_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    write_image(&dir.path().join("a.png"), 100, 100);
+    let check = |scale: f64| {
+        let options = DatasetOptions {
+            scale,
+            ..options(dir.path())
+        };
+        DatasetScan::read(&options, false).unwrap().check_images(&options)
+    };
+    // The limit is 178,956,970 pixels, a square of 13,377.
+    check(133.77).unwrap();
+    let error = check(133.78).unwrap_err().to_string();
+    assert!(error.contains("a.png") && error.contains("scale: 133.78"), "{error}");
+}
+
+#[test]
 fn excluded_images_are_left_out_and_have_to_exist() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["a.png", "b.png", "sub/b.png"] {

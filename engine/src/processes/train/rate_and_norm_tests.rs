@@ -62,7 +62,9 @@ fn parts_are_trained_at_their_own_learning_rates() {
     let (outcome, events) = run_spec(&spec(process));
     let text = format!("{outcome:?} {}", logs(&events));
     assert!(
-        text.contains("no trained tensor has `nothing` in its name; some of the names are lora_unet_"),
+        text.contains(
+            "train.lr_factors[0].contains: no trained tensor has `nothing` in its name; some of the names are lora_unet_"
+        ),
         "{text}"
     );
 }
