@@ -6,7 +6,7 @@ use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Path, Query, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{post, put};
+use axum::routing::{get, post, put};
 use axum::{Json, Router};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -51,6 +51,10 @@ pub struct Contents {
     pub leaked_tokens: u32,
     /// Requests with content to the storage.
     pub stored: u32,
+    /// The role of the token: `read`, `write` (empty, the default, too) or `fineGrained`.
+    pub role: String,
+    /// What a commit is answered with, and not done: a proxy's page.
+    pub commit_answer: Option<String>,
 }
 
 /// The running hub. It listens until the runtime ends.
@@ -76,6 +80,7 @@ impl UploadHub {
         };
         hub.contents().large_from = 1000;
         let router = Router::new()
+            .route("/api/whoami-v2", get(whoami))
             .route("/api/repos/create", post(create))
             .route("/api/models/{owner}/{name}/preupload/main", post(preupload))
             .route("/api/models/{owner}/{name}/commit/main", post(commit))
@@ -126,6 +131,15 @@ impl UploadHub {
         }
         None
     }
+}
+
+async fn whoami(State(hub): State<UploadHub>, headers: HeaderMap) -> Response {
+    if let Some(refusal) = hub.refusal(&headers) {
+        return refusal;
+    }
+    let role = hub.contents().role.clone();
+    Json(json!({"type": "user", "name": "me", "auth": {"type": "access_token", "accessToken": {"role": role}}}))
+        .into_response()
 }
 
 async fn create(State(hub): State<UploadHub>, headers: HeaderMap, Json(body): Json<Value>) -> Response {
@@ -285,6 +299,9 @@ async fn commit(
         return refusal;
     }
     let mut contents = hub.contents();
+    if let Some(answer) = &contents.commit_answer {
+        return (StatusCode::OK, answer.clone()).into_response();
+    }
     let Contents {
         repositories, large, ..
     } = &mut *contents;

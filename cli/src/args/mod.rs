@@ -222,8 +222,8 @@ pub enum Command {
                      are the saves, the samples, the curve of the loss, and a model card with the base model, the trigger word, and the \
                      newest samples with their prompts; a README.md in the folder is taken instead. Not uploaded are the config and the log, \
                      which name folders of this machine, and checkpoints. What the hub has already is not sent again.\n\nThe token comes from \
-                     HF_TOKEN, or from `hf auth login`, and needs the right to write. `aitk artifacts get JOB` downloads the folder of a job of \
-                     `aitk submit`. A training of `aitk run` with save.push_to_hub uploads at its end."
+                     HF_TOKEN, or from `hf auth login`, and needs the right to write. `aitk artifacts get my_lora -o results` \
+                     downloads a job of `aitk submit` into results/my_lora. A training of `aitk run` with save.push_to_hub uploads at its end."
     )]
     Push(PushArgs),
     /// Import a config of sd-scripts or the kohya GUI

@@ -8,7 +8,7 @@ use crate::exit::Exit;
 use crate::extensions::{absolute_programs, check_allowed};
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
-use crate::hub_push::{Push, hub};
+use crate::hub_push::Push;
 use crate::job_file::{job_json, parameter_counts};
 use crate::notify::Notify;
 use crate::output::format::gib;
@@ -138,8 +138,8 @@ pub async fn run_embedded(
             Ok((loaded, batches)) => {
                 let pushes = pushes(&loaded.spec, directory);
                 // Before the training: a missing token would be noticed hours later.
-                if !pushes.is_empty() {
-                    hub(directory)?;
+                for push in &pushes {
+                    push.check(ui, directory).await?;
                 }
                 ready.push((path.clone(), loaded, batches, pushes));
             }

@@ -44,12 +44,32 @@ pub(super) fn files(folder: &Path) -> Result<Vec<Upload>, Failure> {
         }
     }
     if saves == 0 {
-        return Err(
-            Failure::not_found(format!("{} has no saves to upload", folder.display()))
-                .hint("name the run folder of a training that has saved, such as output/my_lora"),
-        );
+        let hint = match folder_with_saves(folder)? {
+            Some(below) => format!("{} has saves: push that folder", folder.join(below).display()),
+            None => "name the run folder of a training that has saved, such as output/my_lora".to_owned(),
+        };
+        return Err(Failure::not_found(format!("{} has no saves to upload", folder.display())).hint(hint));
     }
     Ok(found)
+}
+
+/// The first folder in a folder that has saves.
+fn folder_with_saves(folder: &Path) -> Result<Option<String>, Failure> {
+    let ends_with = |name: &str| {
+        Path::new(name)
+            .extension()
+            .is_some_and(|ending| ending == "safetensors")
+    };
+    for (name, is_folder) in entries(folder)? {
+        if is_folder
+            && entries(&folder.join(&name))?
+                .iter()
+                .any(|(file, is_folder)| !is_folder && ends_with(file))
+        {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
 }
 
 fn add(folder: &Path, name: String, found: &mut Vec<Upload>) -> Result<(), Failure> {
@@ -118,6 +138,11 @@ mod tests {
             std::fs::write(path, name).unwrap();
         };
         assert!(files(folder).unwrap_err().message.contains("no saves"));
+        let above = tempfile::tempdir().unwrap();
+        std::fs::create_dir(above.path().join("lora")).unwrap();
+        std::fs::write(above.path().join("lora/lora.safetensors"), "x").unwrap();
+        let failure = files(above.path()).unwrap_err();
+        assert!(format!("{failure:?}").contains("lora has saves"), "{failure:?}");
         for name in [
             "cat.safetensors",
             "cat_000000500.safetensors",

@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::{plural, printable, size};
 use aitk_common::hub::HubEnvironment;
-use aitk_common::hub::push::{HubWriter, PushError, Pushed, Source, Upload};
+use aitk_common::hub::push::{HubWriter, PushError, Pushed, Source, Upload, check_endpoint};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::repository::is_repository;
 use aitk_common::job::{dotenv, env_with};
@@ -47,6 +47,33 @@ impl Push {
             repo,
             private: process.save.hf_private,
         })
+    }
+
+    /// Checks before a training that its results may be uploaded at its end, as far as the hub says. A hub that cannot be reached is a
+    /// warning.
+    ///
+    /// # Errors
+    /// When there is no token, or the hub does not accept it.
+    pub async fn check(&self, ui: &Ui, directory: &Path) -> Result<(), Failure> {
+        check_repository(&self.repo)?;
+        let (endpoint, token) = hub(directory)?;
+        let checked = match HubWriter::new(&endpoint, &token, &self.repo) {
+            Ok(writer) => writer.check_token().await,
+            Err(error) => Err(error),
+        };
+        match checked {
+            Ok(()) => Ok(()),
+            Err(error @ PushError::NotAllowed { .. }) => {
+                Err(Failure::new(Exit::Unauthorised, printable(&error.to_string())))
+            }
+            Err(error) => {
+                ui.warn(&format!(
+                    "whether {endpoint} accepts the token is not known: {}",
+                    printable(&error.to_string())
+                ));
+                Ok(())
+            }
+        }
     }
 
     /// Reads which files there are, and writes the model card unless the folder has a README.md.
@@ -140,11 +167,29 @@ impl PushPlan {
 /// The hub's address and the user's token: of the environment, or of `.env` in the current folder.
 ///
 /// # Errors
-/// Without a token.
+/// Without a token, with one that cannot be sent, with an address that must not get it, or when `HF_HUB_OFFLINE` is set.
 pub fn hub(directory: &Path) -> Result<(String, String), Failure> {
     let variables = dotenv(directory).map_err(|error| Failure::failed(error.to_string()))?;
-    let environment = HubEnvironment::from_env(&env_with(variables));
+    let variable = env_with(variables);
+    let is_off = |value: String| {
+        matches!(
+            value.trim().to_ascii_lowercase().as_str(),
+            "" | "0" | "false" | "no" | "off"
+        )
+    };
+    if variable("HF_HUB_OFFLINE").is_some_and(|value| !is_off(value)) {
+        return Err(Failure::new(
+            Exit::Unreachable,
+            "HF_HUB_OFFLINE is set, so that nothing is uploaded to Hugging Face: unset it to upload",
+        ));
+    }
+    let environment = HubEnvironment::from_env(&variable);
+    check_endpoint(&environment.endpoint).map_err(|error| Failure::usage(printable(&error.to_string())))?;
     match environment.token {
+        Some(token) if !token.bytes().all(|byte| byte.is_ascii_graphic()) => Err(Failure::new(
+            Exit::Unauthorised,
+            "HF_TOKEN is no token: it has a space, a line break or another character that no token has",
+        )),
         Some(token) => Ok((environment.endpoint, token)),
         None => Err(Failure::new(Exit::Unauthorised, "there is no token for Hugging Face").hint(format!(
             "create one with the right to write at {}/settings/tokens, and set HF_TOKEN (or write it to .env, or run `hf auth login`)",

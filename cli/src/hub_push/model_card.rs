@@ -4,6 +4,7 @@ use aitk_common::hub::push::Upload;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::network::NetworkType;
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::repository::is_repository;
 use serde_json::json;
 use std::fmt::Write as _;
@@ -140,7 +141,8 @@ fn newest_samples(process: &TrainerProcess, files: &[Upload]) -> Vec<(String, St
     let of_last = samples.into_iter().filter(|(step, ..)| Some(*step) == last);
     of_last
         .filter_map(|(_, index, file)| {
-            let prompt = &process.sample.samples.get(index)?.prompt;
+            // Flags of the prompt can name files of this machine.
+            let prompt = PromptFlags::parse(&process.sample.samples.get(index)?.prompt).prompt;
             Some((prompt.replace("[trigger]", trigger), file.to_owned()))
         })
         .collect()
@@ -174,7 +176,7 @@ mod tests {
         let text = format!(
             "job: extension\nconfig:\n  name: cat\n  process:\n  - type: sd_trainer\n    training_folder: out\n    trigger_word: {trigger}\n    \
              network: {{type: lora, linear: 4}}\n    datasets: [{{folder_path: data}}]\n    model: {{name_or_path: {model}, arch: flux}}\n    \
-             sample: {{prompts: ['[trigger] at \"home\"', 'a dog']}}\n"
+             sample: {{prompts: ['[trigger] at \"home\" --seed 3 --ctrl_img /home/ada/secret.png', 'a dog --w 64']}}\n"
         );
         let loaded = parse(&text, Format::Yaml, None, &LoadOptions::default()).unwrap();
         loaded.spec.process.iter().find_map(Process::trainer).cloned().unwrap()

@@ -124,9 +124,21 @@ async fn refusals_have_the_hubs_reason_and_hostile_addresses_get_nothing() {
     ] {
         hub.contents().storage_address = Some(address.clone());
         let refused = writer.push(&large, "m", &|_| {}).await.unwrap_err();
-        assert!(refused.to_string().contains("without TLS"), "{address}: {refused}");
+        let message = refused.to_string();
+        assert!(message.contains("without TLS"), "{address}: {message}");
+        let host = address.split("://").last().unwrap().split('/').next().unwrap();
+        assert!(address == "nonsense" || message.contains(host), "{address}: {message}");
     }
     hub.contents().storage_address = None;
+    // A proxy's page, or an answer that names no commit, is no commit.
+    for answer in ["<html>please log in</html>", "null", "{}", "{\"commitOid\": null}", ""] {
+        hub.contents().commit_answer = Some(answer.into());
+        let refused = writer.push(&large, "m", &|_| {}).await.unwrap_err();
+        assert!(refused.to_string().contains("commit/main"), "{answer}: {refused}");
+    }
+    hub.contents().commit_answer = None;
+    assert!(hub.contents().repositories["me/cat"].commits.is_empty());
+    hub.contents().stored = 0;
     // Parts that are none: no division by zero, no million requests.
     hub.contents().part_bytes = Some(5000 + 1);
     assert!(writer.push(&large, "m", &|_| {}).await.is_ok());
@@ -228,8 +240,19 @@ config:
     );
     assert_eq!(hub.contents().repositories["me/cat"].files["README.md"], b"# Mine");
 
-    // A hub that refuses: the training stays complete, and the code says so.
-    let refused = aitk(&home, &hub, Some("wrong"), &run).await;
+    // A token that the hub does not accept, or that may only read, is refused before the training.
+    let again = std::fs::read_to_string(home.path().join("cat.yaml")).unwrap();
+    home.write("new.yaml", &again.replace("name: cat", "name: new"));
+    for (token, role) in [("wrong", "write"), (TOKEN, "read")] {
+        hub.contents().role = role.into();
+        let refused = aitk(&home, &hub, Some(token), &["run", "new.yaml", "--device", "cpu"]).await;
+        assert_eq!(code(&refused), 4, "{}", err(&refused));
+        assert!(!home.path().join("out/new").exists(), "{}", err(&refused));
+    }
+    hub.contents().role = "fineGrained".into();
+    // A hub that refuses at the end: the training stays complete, and the code says so.
+    home.write("cat.yaml", &again.replace("me/cat", "others/cat"));
+    let refused = aitk(&home, &hub, Some(TOKEN), &run).await;
     assert_eq!(code(&refused), 4, "{}", err(&refused));
     assert!(
         err(&refused).contains("training is complete") && err(&refused).contains("aitk push"),

@@ -31,8 +31,12 @@ impl HubEnvironment {
         });
         let token_file = folder("HF_TOKEN_PATH").or_else(|| Some(home.as_ref()?.join("token")));
         Self {
-            endpoint: set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned()),
-            token: set("HF_TOKEN").or_else(|| saved_token(token_file?)),
+            endpoint: set("HF_ENDPOINT")
+                .map(|url| url.trim().to_owned())
+                .unwrap_or_else(|| ENDPOINT.to_owned()),
+            token: set("HF_TOKEN")
+                .map(|token| token.trim().to_owned())
+                .or_else(|| saved_token(token_file?)),
             cache: folder("HF_HUB_CACHE").or_else(|| Some(home?.join("hub"))),
         }
     }
@@ -95,6 +99,7 @@ mod tests {
             token(&[("HF_HOME", home), ("HF_TOKEN", "hf_set")]).as_deref(),
             Some("hf_set")
         );
+        assert_eq!(token(&[("HF_TOKEN", " hf_set\n")]).as_deref(), Some("hf_set"));
         std::fs::write(dir.path().join("other"), "hf_other").unwrap();
         let other = dir.path().join("other");
         let other = other.to_str().unwrap();

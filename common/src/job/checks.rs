@@ -25,7 +25,8 @@ impl TrainerProcess {
                 Some(repo) if !is_repository(repo) => cx.error_at(
                     "save.hf_repo_id",
                     format!(
-                        "`{repo}` is no name of a repository: expected USER/NAME or ORG/NAME, such as `me/my_lora`"
+                        "`{}` is no name of a repository: expected USER/NAME or ORG/NAME, such as `me/my_lora`",
+                        repo.escape_debug()
                     ),
                 ),
                 Some(_) => {}
@@ -254,6 +255,12 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
             );
         }
     }
+    if process.model.uses_true_cfg() && train.do_guidance_loss {
+        cx.error_at(
+            "model.use_flux_cfg",
+            "cannot be used together with `train.do_guidance_loss`",
+        );
+    }
     if train.standardize_latents && arch.is_flow() {
         cx.error_at(
             "train.standardize_latents",
@@ -265,6 +272,12 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
 }
 
 impl TrainerProcess {
+    /// Whether a model with a guidance embedding is trained without it.
+    #[must_use]
+    pub fn bypasses_guidance_embedding(&self) -> bool {
+        self.train.bypass_guidance_embedding || self.model.uses_true_cfg()
+    }
+
     /// Whether every caption is encoded before the training.
     fn encodes_captions_first(&self) -> bool {
         let train = &self.train;

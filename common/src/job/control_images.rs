@@ -157,10 +157,45 @@ mod tests {
         let options = "          control_path: before\n          full_size_control_images: false\n          \
                        control_transparent_color: [255, 0, 9]\n";
         assert!(training("flux_kontext", options, FLOW).unsupported().is_ok());
-        let same_folder = "          control_from_same_folder: true\n";
-        let (line, key, message) = error(&training("flux_kontext", same_folder, FLOW));
-        assert_eq!((line, key.as_str()), (11, "datasets[0].control_from_same_folder"));
-        assert!(message.contains("`control_path`"), "{message}");
+    }
+
+    #[test]
+    fn control_images_from_the_same_folder_are_one_each_and_not_from_another_folder() {
+        let drawn = "          control_from_same_folder: true\n";
+        let spec = training("flux_kontext", drawn, FLOW);
+        assert!(spec.unsupported().is_ok(), "{}", spec.unsupported());
+        assert_eq!(inputs(&spec), ["images"]);
+        for (more, key, text) in [
+            (
+                "          control_path: before\n",
+                "control_from_same_folder",
+                "`control_path`",
+            ),
+            (
+                "          num_controls_from_same_folder: 2\n",
+                "num_controls_from_same_folder",
+                "expected 1",
+            ),
+        ] {
+            let (_, found, message) = error(&training("flux_kontext", &format!("{drawn}{more}"), FLOW));
+            assert_eq!(found, format!("datasets[0].{key}"));
+            assert!(message.contains(text), "{message}");
+        }
+        for (set, key) in [
+            (
+                format!("{drawn}          cache_latents_to_disk: true\n"),
+                "cache_latents_to_disk",
+            ),
+            (
+                "          num_controls_from_same_folder: 3\n".to_owned(),
+                "num_controls_from_same_folder",
+            ),
+        ] {
+            let report = training("flux_kontext", &set, FLOW).unsupported();
+            assert!(report.errors.is_empty(), "{report}");
+            let keys: Vec<&str> = report.warnings.iter().map(|warning| warning.key.as_str()).collect();
+            assert_eq!(keys, [format!("config.process[0].datasets[0].{key}")]);
+        }
     }
 
     #[test]
@@ -168,6 +203,10 @@ mod tests {
         for (set, key) in [
             ("          control_path: before\n", "datasets[0].control_path"),
             ("          control_path_2: before\n", "datasets[0].control_path_2"),
+            (
+                "          control_from_same_folder: true\n",
+                "datasets[0].control_from_same_folder",
+            ),
         ] {
             for arch in ["flux", "sd3", "zimage"] {
                 let (line, found, message) = error(&training(arch, set, FLOW));

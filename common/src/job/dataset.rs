@@ -189,18 +189,19 @@ section! {
         control_path_2: Option<String> = None, Works, input ControlImages;
         /// The third control folder.
         control_path_3: Option<String> = None, Works, input ControlImages;
-        /// Use random other images of the same folder as control images.
-        control_from_same_folder: bool = false, Refused("control images come from `control_path`");
-        /// Number of siblings.
-        num_controls_from_same_folder: u32 = 1, DependsOn("control_from_same_folder");
+        /// The control image of each image is another image of its folder, drawn anew each time (FLUX.1 Kontext). Latents are not cached
+        /// then.
+        control_from_same_folder: bool = false, Works;
+        /// How many images are drawn: FLUX.1 Kontext changes one.
+        num_controls_from_same_folder: u32 = 1, Works;
         /// Background of transparent control images.
         control_transparent_color: Rgb = Rgb([0, 0, 0]), Works;
         /// False: control images are resized to 512x512, then to the size of their images, and neither flipped nor cropped.
         full_size_control_images: bool = true, Works;
         /// Controls to generate: `depth`, `line`, `pose`, `inpaint`, `mask`, `sapiens2_mask`.
-        controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images come from `control_path`");
+        controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("aitk runs no models that make depth maps, poses or masks; make them beforehand and name their folder in `control_path`");
         /// Images whose transparency marks the region to inpaint.
-        inpaint_path: Option<String> = None, Refused("no inpainting models"), input ControlImages;
+        inpaint_path: Option<String> = None, Refused("only models that aitk does not run (Flex.2) are trained to inpaint"), input ControlImages;
         /// Folder of loss masks, matched to images by stem: white is full weight; the weights are scaled to 1 on average over a
         /// batch. An image without a mask has full weight.
         mask_path: Option<String> = None, Works, input ControlImages;
@@ -260,6 +261,7 @@ section! {
 
 fn check(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
     check_augmentations(dataset, path, report);
+    check_drawn_controls(dataset, path, report);
     if let Some((key, why)) = dataset.excluded_by_random_crop() {
         report.error(join(path, key), why);
     }
@@ -296,16 +298,13 @@ fn check_augmentations(dataset: &DatasetConfig, path: &str, report: &mut Support
     if !dataset.is_augmented() {
         return;
     }
-    for (on, key) in [
-        (dataset.cache_latents, "cache_latents"),
-        (dataset.cache_latents_to_disk, "cache_latents_to_disk"),
-    ] {
-        if on {
-            let why = "is ignored, as in ai-toolkit: with `augments` or `augmentations` the images differ each time";
-            report.warn(join(path, key), why);
-        }
-    }
-    let follows = !dataset.control_path.is_empty() || dataset.mask_path.is_some() || dataset.alpha_mask;
+    warn_of_caches(
+        dataset,
+        "is ignored, as in ai-toolkit: with `augments` or `augmentations` the images differ each time",
+        path,
+        report,
+    );
+    let follows = dataset.control_key().is_some() || dataset.mask_path.is_some() || dataset.alpha_mask;
     let shifts = |entry: &serde_json::Value| entry.get("method").is_some_and(|name| name == "ShiftScaleRotate");
     if follows && dataset.replay_transforms && entries.iter().any(shifts) {
         report.error(
@@ -313,6 +312,50 @@ fn check_augmentations(dataset: &DatasetConfig, path: &str, report: &mut Support
             "ai-toolkit does not apply `ShiftScaleRotate` to masks and control images, so they would not fit their images: use \
              `Rotate`, or set `replay_transforms: false` if they should stay as they are",
         );
+    }
+}
+
+/// Warns of caches of latents, which are not used.
+fn warn_of_caches(dataset: &DatasetConfig, why: &str, path: &str, report: &mut SupportReport) {
+    for (on, key) in [
+        (dataset.cache_latents, "cache_latents"),
+        (dataset.cache_latents_to_disk, "cache_latents_to_disk"),
+    ] {
+        if on {
+            report.warn(join(path, key), why);
+        }
+    }
+}
+
+/// Checks control images that are drawn from the images of the data set.
+fn check_drawn_controls(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
+    if !dataset.control_from_same_folder {
+        if dataset.num_controls_from_same_folder != 1 {
+            report.warn(
+                join(path, "num_controls_from_same_folder"),
+                "has no effect without `control_from_same_folder`",
+            );
+        }
+        return;
+    }
+    if dataset.num_controls_from_same_folder != 1 {
+        report.error(
+            join(path, "num_controls_from_same_folder"),
+            format!(
+                "{} is not possible: FLUX.1 Kontext changes one image; expected 1",
+                dataset.num_controls_from_same_folder
+            ),
+        );
+    }
+    if dataset.control_path.iter().next().is_some() {
+        report.error(
+            join(path, "control_from_same_folder"),
+            "cannot be used with `control_path`: remove one of them. ai-toolkit ignores `control_path` then",
+        );
+    }
+    if !dataset.is_augmented() {
+        let why = "is ignored: with `control_from_same_folder` the control images differ each time, so that the VAE is needed all the time";
+        warn_of_caches(dataset, why, path, report);
     }
 }
 
@@ -465,6 +508,7 @@ impl DatasetConfig {
         first
             .map(|(_, key)| key)
             .or((!self.control_path.is_empty()).then_some("control_path"))
+            .or(self.control_from_same_folder.then_some("control_from_same_folder"))
     }
 
     /// Whether images are changed at random each time.
@@ -489,16 +533,17 @@ impl DatasetConfig {
             (self.mask_path.is_some(), "mask_path", fixed),
             (self.alpha_mask, "alpha_mask", fixed),
             (!self.control_path.is_empty(), "control_path", fixed),
+            (self.control_from_same_folder, "control_from_same_folder", fixed),
             (self.size.is_some(), "size", squares),
         ]
         .into_iter()
         .find_map(|(on, key, why)| on.then_some((key, why)))
     }
 
-    /// Whether latents are encoded once. Not where images are changed each time.
+    /// Whether latents are encoded once. Not where images are changed, or control images drawn, each time.
     #[must_use]
     pub fn caches_latents(&self) -> bool {
-        (self.cache_latents || self.cache_latents_to_disk) && !self.is_augmented()
+        (self.cache_latents || self.cache_latents_to_disk) && !self.is_augmented() && !self.control_from_same_folder
     }
 
     /// Where the images are: `dataset_path`, else `folder_path`.

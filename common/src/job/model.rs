@@ -63,8 +63,10 @@ section! {
         use_text_encoder_1: bool = true, Accepted("only SDXL has two, and uses both: `false` is refused there");
         /// SDXL: use the second text encoder.
         use_text_encoder_2: bool = true, Accepted("only SDXL has two, and uses both: `false` is refused there");
-        /// FLUX.1 with true CFG.
-        use_flux_cfg: bool = false, Refused("samples of FLUX.1 have no true CFG; `train.bypass_guidance_embedding` is what it changes in the training");
+        /// FLUX.1 (`arch: flux`) with classifier-free guidance in place of its guidance embedding: in samples `guidance_scale` is the scale
+        /// between the negative and the positive prompt, which takes twice the time, and trainings have
+        /// `train.bypass_guidance_embedding`.
+        use_flux_cfg: bool = false, Works;
         /// FLUX.1: what T5 makes of the padding of prompts becomes zero.
         attn_masking: bool = false, Works;
         /// Options of one family.
@@ -90,7 +92,7 @@ section! {
         /// sd-scripts.
         max_token_length: u32 = 75, Works;
         /// LoRA that is active only on the unconditional pass.
-        unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
+        unconditional_lora_path: Option<String> = None, Accepted("as in ai-toolkit, only Ideogram 4 has it");
         /// LoRA that compensates for quantisation.
         accuracy_recovery_adapter: Option<String> = None, Refused("no accuracy recovery adapters"), input Lora;
 
@@ -106,7 +108,7 @@ section! {
         /// `exclude`: a list of names of layers that are not quantised; `*` matches anything.
         quantize_kwargs: FreeMap = FreeMap::new(), Works;
         /// 16, 8 or 4 bits for the text encoder.
-        text_encoder_bits: u32 = 16, Refused("use `quantize_te` and `qtype_te`");
+        text_encoder_bits: u32 = 16, Accepted("as in ai-toolkit, only PixArt and AuraFlow have it; use `quantize_te` and `qtype_te`");
         /// At least the savings of the memory profile `balanced`, plus CFG in two passes and the VAE in tiles.
         low_vram: bool = false, Works;
         /// Stream the layers: each is read from its file when it runs and does not stay in memory.
@@ -139,8 +141,8 @@ section! {
         cache_size_limit: Option<u64> = None, Accepted("an optimisation; the result is the same");
     }
     rare {
-        "unet_path" => Refused("the U-Net is the model's own");
-        "unet_sample_size" => Refused("sizes come from the model's own config");
+        "unet_path" => Accepted("as in ai-toolkit, only PixArt and AuraFlow have it");
+        "unet_sample_size" => Accepted("as in ai-toolkit, only PixArt has it");
         "refiner_name_or_path" => Refused("no refiner");
         "refiner_start_at" => DependsOn("refiner_name_or_path");
         "experimental_xl" => Refused("it never had an effect on SDXL as published");
@@ -242,6 +244,15 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
             );
         }
     }
+    if model.use_flux_cfg && !model.uses_true_cfg() {
+        cx.error_at(
+            "use_flux_cfg",
+            format!(
+                "only works with FLUX.1 (`arch: flux`), this model is `{}`; remove the key",
+                model.arch
+            ),
+        );
+    }
     if present.has("name_or_path") && model.name_or_path.trim().is_empty() {
         cx.error_at(
             "name_or_path",
@@ -321,6 +332,12 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
 }
 
 impl ModelConfig {
+    /// Whether a model with a guidance embedding is used without it, and samples have classifier-free guidance.
+    #[must_use]
+    pub fn uses_true_cfg(&self) -> bool {
+        self.use_flux_cfg && self.arch.name == ArchName::Flux
+    }
+
     /// The architecture of the first `is_…` key that is true, and that key.
     pub(super) fn legacy_arch(&self) -> Option<(ArchName, &'static str)> {
         let flags = [

@@ -4,6 +4,8 @@
 const MAX_PART_BYTES: usize = 96;
 /// File extensions: a name with one of them is a path, not a repository.
 const FILES: [&str; 7] = [".safetensors", ".gguf", ".ckpt", ".pt", ".bin", ".json", ".txt"];
+/// Endings that the hub refuses.
+const REFUSED: [&str; 2] = [".git", ".ipynb"];
 
 /// Whether this is a valid repository name: `org/name` in the characters that the hub allows. Does not check whether a folder
 /// of that name exists.
@@ -19,7 +21,7 @@ pub fn is_repository(text: &str) -> bool {
             && !part.contains("--")
             && !part.contains("..")
     };
-    !FILES.iter().any(|ending| text.ends_with(ending))
+    !FILES.iter().chain(&REFUSED).any(|ending| text.ends_with(ending))
         && text.split_once('/').is_some_and(|(org, name)| part(org) && part(name))
 }
 
@@ -67,6 +69,7 @@ mod tests {
             "a/b\0",
             "é/b",
             "a/b?x",
+            "a/b.git",
         ] {
             assert!(!is_repository(path), "{path:?}");
         }

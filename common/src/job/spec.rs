@@ -319,6 +319,8 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
             if process.log_dir.is_none() {
                 process.log_dir.clone_from(&body.log_dir);
             }
+            // As in ai-toolkit, an empty name is none.
+            process.log_dir.take_if(|folder| folder.trim().is_empty());
             if process.training_folder.is_none() {
                 process.training_folder.clone_from(&body.training_folder);
             }

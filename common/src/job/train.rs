@@ -53,7 +53,8 @@ section! {
         lr_scheduler_params: FreeMap = FreeMap::new(), Works;
         /// Gradients are clipped to this norm; 0 or less: no clipping.
         max_grad_norm: f64 = 1.0, Works;
-        /// Start at this step instead of the checkpoint's step.
+        /// Start at this step instead of the checkpoint's step. A run that was interrupted after it started there goes on where it was
+        /// interrupted; ai-toolkit starts there again.
         start_step: Option<u64> = None, Works;
         /// Number format of the arithmetic; also replaces `model.dtype`.
         dtype: DType = DType::F32, Works;

@@ -410,7 +410,11 @@ impl<'a> Job<'a> {
 
     /// Whether an image is generated with classifier-free guidance.
     fn is_guided(&self, size: &ImageSize) -> bool {
-        size.guidance_scale > self.family.guided_above
+        let guided_above = match flag(self.body, "/model/use_flux_cfg") {
+            true => 1.0,
+            false => self.family.guided_above,
+        };
+        size.guidance_scale > guided_above
     }
 
     /// Whether every prompt is encoded before the model is loaded, without its text encoders.

@@ -46,9 +46,8 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
         return Vec::new();
     }
     let is_xl = family == ScriptFamily::Sdxl;
-    let [down, middle, _] = block_counts(is_xl);
     // SDXL counts its embeddings and its output too, which have no LoRA.
-    let (outer, count) = if is_xl { (1, 23) } else { (0, 25) };
+    let count = if is_xl { 23 } else { 25 };
     let mut list = |name: &str, is_rank: bool| match given(arguments, name) {
         Some(argument) => numbers(import, argument, count, is_rank).map(Some),
         None => Some(None),
@@ -71,7 +70,7 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
     };
     let mut entries = Vec::new();
     for (name, part, index) in unet_blocks(is_xl, network.conv.is_some() || conv_dims.is_some()) {
-        let place = outer + [0, down, down + middle][part] + index;
+        let place = place_of(is_xl, part, index);
         let linear = (at(&dims, place, network.linear.0), at(&alphas, place, network.linear.1));
         let conv = match &conv_dims {
             // conv_block_alphas counts only beside conv_block_dims.
@@ -89,6 +88,28 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
         entries.push(entry);
     }
     entries
+}
+
+/// Whether `block_dims` leaves out the block at a place of a list (`part` and `index` of `unet_blocks`): it has no LoRA then. Mistakes of
+/// the argument are reported with the ranks.
+pub(super) fn is_left_out(arguments: &[Argument], is_xl: bool, (part, index): (usize, usize), name: &str) -> bool {
+    let rank_in = |argument: &str| -> Option<f64> {
+        let list = given(arguments, argument)?;
+        let place = place_of(is_xl, part, index);
+        list.text.split(',').nth(place)?.trim().parse().ok()
+    };
+    let conv = match given(arguments, "conv_block_dims") {
+        Some(_) => rank_in("conv_block_dims"),
+        None => given(arguments, "conv_dim").and_then(Argument::number),
+    };
+    let has_convolutions = !name.contains("attentions") && conv.is_some_and(|rank| rank > 0.0);
+    rank_in("block_dims") == Some(0.0) && !has_convolutions
+}
+
+/// The place in a list of all blocks, of the block at `index` of the list `part`. SDXL counts its embeddings first, which have no LoRA.
+fn place_of(is_xl: bool, part: usize, index: usize) -> usize {
+    let [down, middle, _] = block_counts(is_xl);
+    usize::from(is_xl) + [0, down, down + middle][part] + index
 }
 
 /// The numbers of an argument; `None` after an error.

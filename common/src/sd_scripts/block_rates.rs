@@ -2,6 +2,7 @@
 //! `network_args`, as `networks/lora.py` reads them. Blocks are counted as in the original checkpoints; here they have diffusers' names.
 
 use super::arguments::Argument;
+use super::block_ranks;
 use super::report::Import;
 use super::script::ScriptFamily;
 use super::unet_blocks::{block_counts, unet_blocks};
@@ -63,7 +64,11 @@ pub(super) fn block_rates(import: &mut Import<'_>, given: &[Argument], convoluti
         .into_iter()
         .filter_map(|(name, part, index)| {
             let weight = *weights.get(part)?.get(index)?;
-            Some(Block { name, weight })
+            let is_left_out = block_ranks::is_left_out(given, is_xl, (part, index), &name);
+            Some(Block {
+                name,
+                weight: if is_left_out { 0.0 } else { weight },
+            })
         });
     weighted.collect()
 }

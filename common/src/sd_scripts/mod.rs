@@ -30,6 +30,7 @@ mod python_random;
 pub mod reference;
 mod refused;
 mod report;
+mod resumed;
 mod samples;
 mod saving;
 mod schedule;
@@ -255,7 +256,14 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
         process.insert("training_seed".into(), json!(seed));
     }
     if import.script.trains_adapter() {
-        process.insert("network".into(), Value::Object(network::network(import, &rates)));
+        let mut network = network::network(import, &rates);
+        resumed::resume(import, steps, &mut network, &mut train);
+        process.insert("network".into(), Value::Object(network));
+    } else if settings.is_set("resume") {
+        import.error(
+            "resume",
+            "aitk reads the state folders of trainings of a LoRA alone: continue from the saved model or word",
+        );
     }
     if import.script.trains_word() {
         process.insert("embedding".into(), Value::Object(word::embedding(import)));

@@ -31,6 +31,20 @@ pub(super) fn read_captions_file(path: &Path, tags: &TagRules, listing: &mut Ima
     let missing = (0..metadata.images.len()).find(|place| !images.contains_key(place));
     if let Some(place) = missing {
         let shown: String = metadata.images[place].path.chars().take(200).collect();
+        // The ending of the name may be left out.
+        let stem = |place: usize| Path::new(&metadata.images[place].path).with_extension("");
+        if let Some(other) = images.keys().find(|other| stem(**other) == stem(place)) {
+            return Err(failed(format!(
+                "`{}` and `{}` are entries for the same image: remove one of them",
+                shown.escape_debug(),
+                metadata.images[*other]
+                    .path
+                    .chars()
+                    .take(200)
+                    .collect::<String>()
+                    .escape_debug()
+            )));
+        }
         return Err(failed(format!(
             "its image `{}` is not in {}: add the image, or remove it from the file",
             shown.escape_debug(),

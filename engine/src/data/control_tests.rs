@@ -422,3 +422,52 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn control_images_from_the_same_folder_are_each_other_image_equally_often() {
+    let dir = copied();
+    // A folder below with one image, which has no other one.
+    let alone = dir.path().join("data/alone");
+    std::fs::create_dir(&alone).unwrap();
+    std::fs::copy(dir.path().join("data/a.png"), alone.join("a.png")).unwrap();
+    let mut options = options(dir.path(), &["controls"]);
+    options.controls = None;
+    let drawn = DrawnControlOptions {
+        background: BACKGROUND,
+        full_size: true,
+    };
+    options.drawn_controls = Some(drawn);
+    (options.repeats, options.flip_x) = (3, true);
+    let (dataset, _) = open(options);
+    assert_eq!(dataset.items.len(), 6 * 3 * 2);
+    let draws = 4000;
+    let mut generator = crate::rng::TorchGenerator::manual_seed(5);
+    for item in dataset.items.iter().take(6) {
+        let mut counts: BTreeMap<PathBuf, usize> = BTreeMap::new();
+        for _ in 0..draws {
+            let control = drawn.draw(&dataset, item, &mut generator);
+            let owner = dataset.items.iter().find(|other| other.path == control.path).unwrap();
+            assert_eq!(control.content, owner.content);
+            *counts.entry(control.path).or_default() += 1;
+        }
+        if item.path.starts_with(&alone) {
+            assert_eq!(counts.into_keys().collect::<Vec<_>>(), std::slice::from_ref(&item.path));
+            continue;
+        }
+        assert_eq!(counts.len(), 4, "{counts:?}");
+        assert!(!counts.contains_key(&item.path), "{counts:?}");
+        // Four standard deviations of a binomial distribution.
+        let expected = draws as f64 / 4.0;
+        let spread = 4.0 * (expected * 0.75).sqrt();
+        assert!(
+            counts.values().all(|count| (*count as f64 - expected).abs() < spread),
+            "{counts:?}"
+        );
+    }
+    // Its pixels are cropped as the item is.
+    let item = &dataset.items[0];
+    let control = drawn.draw(&dataset, item, &mut generator);
+    let pixels = load_control(item, &control, &[]).unwrap();
+    let (width, height) = item.plan.bucket;
+    assert_eq!(pixels.dims(), [3, height as usize, width as usize]);
+}

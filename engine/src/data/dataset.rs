@@ -7,6 +7,7 @@ use super::caption::{CaptionRules, caption_path, read_caption};
 use super::captions_file::read_captions_file;
 use super::controls::ControlOptions;
 use super::discover::discover;
+use super::drawn_control::DrawnControlOptions;
 use super::excluded::excluded_images;
 use super::half::Half;
 use super::image_statistics::ImageStatistics;
@@ -69,6 +70,8 @@ pub struct DatasetOptions {
     pub masks: Option<MaskOptions>,
     /// Control images. `None`: the images are trained without them.
     pub controls: Option<ControlOptions>,
+    /// Control images that are other images of the data set, drawn each time. `None`: those of `controls`.
+    pub drawn_controls: Option<DrawnControlOptions>,
     /// Each file has two images side by side: the right half is the image, the left half its control image.
     pub side_by_side: bool,
     /// LoRA strength for the items of this data set.
@@ -116,6 +119,7 @@ impl Default for DatasetOptions {
             augmentations: Augmentations::default(),
             masks: None,
             controls: None,
+            drawn_controls: None,
             side_by_side: false,
             network_weight: 1.0,
             loss_multiplier: 1.0,
@@ -417,15 +421,21 @@ impl DatasetScan {
             }
             _ => "they are trained with an empty prompt".to_owned(),
         };
-        let other = self.other_caption_ext(options);
+        let other = match &options.captions_file {
+            Some(_) => None,
+            None => self.other_caption_ext(options),
+        };
         let hint = other.map_or(String::new(), |ext| {
             format!("; there are {ext} files next to them: set `caption_ext: {ext}`")
         });
         Some(format!(
-            "{}: {missing} of {} images have no caption in a {} file ({}{ellipsis}): {consequence}{hint}",
+            "{}: {missing} of {} images have no caption in {} ({}{ellipsis}): {consequence}{hint}",
             options.path.display(),
             self.images.len(),
-            options.caption_ext,
+            match &options.captions_file {
+                Some(file) => file.display().to_string(),
+                None => format!("a {} file", options.caption_ext),
+            },
             first_names.join(", "),
         ))
     }

@@ -448,8 +448,18 @@ fn a_captions_file_has_captions_and_decides_which_images_are_trained() {
         })
         .collect();
     assert_eq!(captions, [("a.png", "A;x, y"), ("c.png", ""), ("sub/b.png", "B")]);
+    let with_file = DatasetOptions {
+        captions_file: Some(file.clone()),
+        ..options(&folder)
+    };
+    let warning = found.caption_warning(&with_file).unwrap();
+    assert!(
+        warning.contains("1 of 3 images have no caption in") && warning.contains("meta.json (c.png)"),
+        "{warning}"
+    );
     for (text, expected) in [
         (r#"{"a": {}, "d.png": {}}"#, "its image `d.png` is not in"),
+        (r#"{"a": {}, "a.png": {}}"#, "are entries for the same image"),
         ("[]", "expected a JSON object"),
     ] {
         let error = scan(text).unwrap_err().to_string();

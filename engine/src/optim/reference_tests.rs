@@ -228,6 +228,9 @@ fn two_hundred_steps_match_the_reference() {
         let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
         let gap = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest;
         println!("{}: {gap:.1e} after {STEPS} steps", case.name);
+        // How far the reference ends from itself when its gradients are off by one unit in the last place.
+        let sensitivity = row["sensitivity"].as_f64().unwrap() as f32;
+        println!("{}: the reference is off by {sensitivity:.1e} from itself", case.name);
         // A number on the edge between two codes takes either one, and such differences add up, to a part of a step.
         let step = row["shown"].as_f64().unwrap_or(case.lr) as f32 / largest;
         let allowed = if case.name.contains("8bit") { 0.15 * step } else { 1e-4 };

@@ -112,6 +112,73 @@ fn flux_gives_the_images_of_diffusers() {
     });
 }
 
+/// tiny_flux as if it had been made without a guidance embedding.
+fn flux_without_guidance_embedding() -> tempfile::TempDir {
+    let (source, folder) = (fixtures().join("tiny_flux"), tempfile::tempdir().unwrap());
+    let transformer = folder.path().join("transformer");
+    std::fs::create_dir(&transformer).unwrap();
+    let mut tensors = HashMap::new();
+    for entry in std::fs::read_dir(source.join("transformer")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|suffix| suffix == "safetensors") {
+            tensors.extend(safetensors::load(&path, &Device::Cpu).unwrap());
+        }
+    }
+    let before = tensors.len();
+    tensors.retain(|name, _| !name.contains("guidance_embedder"));
+    assert_eq!(tensors.len(), before - 4);
+    safetensors::save(&tensors, transformer.join("diffusion_pytorch_model.safetensors")).unwrap();
+    let config = std::fs::read(source.join("transformer/config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&config).unwrap();
+    config["guidance_embeds"] = false.into();
+    std::fs::write(transformer.join("config.json"), config.to_string()).unwrap();
+    for entry in std::fs::read_dir(&source).unwrap() {
+        let path = entry.unwrap().path();
+        let target = folder.path().join(path.file_name().unwrap());
+        if !target.exists() {
+            std::os::unix::fs::symlink(path, target).unwrap();
+        }
+    }
+    folder
+}
+
+/// `model.use_flux_cfg`: the images of diffusers' true CFG for a model that never had a guidance embedding, whose parity the cases of
+/// `pipelines_flux` show.
+#[test]
+fn flux_without_its_guidance_embedding_is_guided_as_a_model_that_has_none() {
+    let folder = flux_without_guidance_embedding();
+    let options = LoadOptions::cpu();
+    let mut with = FluxModel::load(&FLUX, fixtures().join("tiny_flux"), &options).unwrap();
+    let mut without = FluxModel::load(&FLUX, folder.path(), &options).unwrap();
+    with.set_max_sequence_length(32);
+    without.set_max_sequence_length(32);
+    let generate = |model: &FluxModel, bypass_guidance_embedding: bool, true_cfg_scale: f64, guidance_scale: f64| {
+        let request = GenerateRequest {
+            prompts: vec!["a red zorb".into()],
+            negative: vec!["a green bird".into()],
+            width: 32,
+            height: 48,
+            steps: 2,
+            sampler: "flowmatch".into(),
+            guidance_scale,
+            true_cfg_scale,
+            bypass_guidance_embedding,
+            ..GenerateRequest::default()
+        };
+        let pipeline = Pipeline::new(model, false).unwrap();
+        let images = pipeline.text_to_image(&request, &mut NoiseSource::from_seeds(&[7]), &mut |_, _| true);
+        images.unwrap().unwrap().remove(0)
+    };
+    let expected = generate(&without, false, 4.0, 4.0);
+    assert_eq!(generate(&with, true, 1.0, 4.0), expected);
+    // The guidance embedding, the scale and the negative prompt each make another image.
+    assert_ne!(generate(&with, false, 4.0, 4.0), expected);
+    assert_ne!(generate(&with, true, 1.0, 2.0), expected);
+    let unguided = generate(&with, true, 1.0, 1.0);
+    assert_ne!(unguided, expected);
+    assert_eq!(unguided, generate(&without, false, 1.0, 1.0));
+}
+
 #[test]
 fn flux_kontext_gives_the_images_of_diffusers() {
     let kontext = FluxModel::load(&FLUX_KONTEXT, fixtures().join("tiny_flux"), &LoadOptions::cpu()).unwrap();

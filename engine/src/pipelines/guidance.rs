@@ -52,6 +52,7 @@ impl Guidance {
         let mut conditioning = model.encode_prompts(&positive)?;
         let scale = match model.guidance() {
             GuidanceKind::ClassifierFree => model.cfg_factor(request.guidance_scale),
+            GuidanceKind::Distilled if request.bypass_guidance_embedding => request.guidance_scale,
             GuidanceKind::Distilled => request.true_cfg_scale,
         };
         // A distilled model has no negative prompt of its own.
@@ -77,7 +78,10 @@ impl Guidance {
             )));
         }
         let count = conditioning.batch();
-        let mut conditioning = model.with_guidance(conditioning, &[request.guidance_scale])?;
+        let mut conditioning = match request.bypass_guidance_embedding {
+            true => model.without_guidance(conditioning),
+            false => model.with_guidance(conditioning, &[request.guidance_scale])?,
+        };
         if request.control.is_empty() && model.takes_control() {
             return Err(EngineError::bad_input(format!(
                 "`arch: {}` changes an image, and there is none: give one with `--ctrl_img PATH` in the prompt",

@@ -27,6 +27,9 @@ pub struct GenerateRequest {
     /// For distilled models (FLUX.1): the scale of classifier-free guidance with the negative prompts, on top of
     /// `guidance_scale`. At 1 and below there is none.
     pub true_cfg_scale: f64,
+    /// Distilled models predict without their guidance embedding, and `guidance_scale` is the scale of classifier-free guidance in place
+    /// of `true_cfg_scale` (`FluxWithCFGPipeline` of ai-toolkit). No effect on other models.
+    pub bypass_guidance_embedding: bool,
     /// Skip-layer guidance (Stable Diffusion 3.5 medium). Only with classifier-free guidance.
     pub skip_layer_guidance: Option<SkipLayerGuidance>,
     /// Guidance rescale: 0 is off.
@@ -62,6 +65,7 @@ impl Default for GenerateRequest {
             steps: 50,
             guidance_scale: 7.5,
             true_cfg_scale: 1.0,
+            bypass_guidance_embedding: false,
             skip_layer_guidance: None,
             guidance_rescale: 0.0,
             cfg_normalization: 0.0,

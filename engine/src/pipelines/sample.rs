@@ -19,6 +19,8 @@ pub struct SampleSettings<'a> {
     pub sampler: &'a str,
     /// The model predicts velocity, whatever its config says.
     pub v_prediction: bool,
+    /// As [`GenerateRequest::bypass_guidance_embedding`] (`model.use_flux_cfg`).
+    pub bypass_guidance_embedding: bool,
     /// Whether an image of NaN is an error, see [`Pipeline::refuse_non_finite`].
     pub refuse_non_finite: bool,
     /// The LoRA's strength. Each request sets it; it is restored afterwards.
@@ -84,6 +86,7 @@ fn generate_all(
             .map_or_else(|| random_seed(settings.job_seed, index as u64), |seed| seed as u64);
         let steps = request.steps as usize;
         let mut generate_request = to_generate_request(request, settings.sampler, model.size_multiple());
+        generate_request.bypass_guidance_embedding = settings.bypass_guidance_embedding;
         generate_request.control = control_image(request, settings)?.into_iter().collect();
         let images = pipeline.text_to_image(
             &generate_request,
@@ -133,6 +136,7 @@ pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_mu
         steps: request.steps as usize,
         guidance_scale: request.guidance_scale,
         true_cfg_scale: 1.0,
+        bypass_guidance_embedding: false,
         skip_layer_guidance: None,
         guidance_rescale: request.guidance_rescale,
         cfg_normalization: 0.0,

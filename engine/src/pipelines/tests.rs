@@ -58,6 +58,7 @@ fn request(case: &Value) -> GenerateRequest {
         steps: number("steps", 0.0) as usize,
         guidance_scale: number("guidance", 0.0),
         true_cfg_scale: number("true_cfg_scale", 1.0),
+        bypass_guidance_embedding: false,
         skip_layer_guidance: case.get("skip").map(|skip| SkipLayerGuidance {
             layers: serde_json::from_value(skip["layers"].clone()).unwrap(),
             scale: skip["scale"].as_f64().unwrap(),

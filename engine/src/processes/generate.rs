@@ -95,6 +95,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         refuse_non_finite: true,
         sampler,
         v_prediction: generator.v_prediction,
+        bypass_guidance_embedding: process.model.uses_true_cfg(),
         multiplier: generator.lora.as_ref().map(|lora| &lora.multiplier),
         control_images: &control_images,
         job_seed: cx.spec.seed,

@@ -103,7 +103,8 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         if let Some(lora) = &generator.lora {
             lora.multiplier.set(request.network_multiplier);
         }
-        let generate_request = to_generate_request(&request, sampler, generator.model.size_multiple());
+        let mut generate_request = to_generate_request(&request, sampler, generator.model.size_multiple());
+        generate_request.bypass_guidance_embedding = process.model.uses_true_cfg();
         let stop = cx.stop.clone();
         let images = pipeline.image_to_image(
             &generate_request,

@@ -195,6 +195,7 @@ impl<'a> Run<'a> {
             slider: Slider::of(process, seed).map(Arc::new),
             model,
             start_step: 0,
+            started_at: None,
             last_checkpoint: None,
             interrupted_saves: Vec::new(),
             kept_saves: Vec::new(),

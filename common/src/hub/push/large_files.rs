@@ -1,7 +1,8 @@
 //! Sends files to the storage of large files (Git LFS), with the transfers `basic` and, for files of some gigabytes, Hugging Face's
 //! `multipart`.
 
-use super::request::{LFS_JSON, MAX_ATTEMPTS, Requests, time_limit, unavailable};
+use super::endpoint::shown;
+use super::request::{LFS_JSON, Requests, time_limit, unavailable, wait};
 use super::upload::{PushError, Source, file_error};
 use crate::fsutil::regular;
 use futures::stream;
@@ -12,7 +13,6 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::time::Duration;
 
 /// Bytes of a file that are read at once.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -202,7 +202,6 @@ async fn put(
     sent: &(dyn Fn(u64) + Sync),
 ) -> Result<Response, PushError> {
     let length = range.end - range.start;
-    let mut delay = Duration::from_secs(1);
     for attempt in 1.. {
         let mut request = requests
             .client
@@ -217,16 +216,13 @@ async fn put(
         }
         request = request.timeout(time_limit(length));
         let answer = request.body(content(file.source, range.clone())?).send().await;
-        let is_busy = match &answer {
-            Ok(answer) => answer.status().is_server_error(),
-            Err(_) => true,
-        };
-        if !is_busy || attempt >= MAX_ATTEMPTS {
-            sent(length);
-            return answer.map_err(|error| unavailable("the storage of large files", &error));
+        match wait(&answer, attempt) {
+            Some(wait) => tokio::time::sleep(wait).await,
+            None => {
+                sent(length);
+                return answer.map_err(|error| unavailable("the storage of large files", &error));
+            }
         }
-        tokio::time::sleep(delay).await;
-        delay *= 2;
     }
     Err(PushError::Unavailable(
         "the storage of large files gives no response".to_owned(),
@@ -272,12 +268,15 @@ async fn read_piece(mut file: File, left: u64) -> std::io::Result<(Vec<u8>, (Fil
 
 /// Refuses addresses without TLS, except on the hub's own host.
 fn allowed(requests: &Requests, address: &str) -> Result<(), PushError> {
-    let is_encrypted = Url::parse(address).is_ok_and(|url| url.scheme() == "https");
+    let parsed = Url::parse(address).ok();
+    let is_encrypted = parsed.as_ref().is_some_and(|url| url.scheme() == "https");
     if is_encrypted || is_hub(requests, address) {
         return Ok(());
     }
-    Err(PushError::Unavailable(format!(
-        "{} names an address without TLS for a large file",
+    let named = parsed.map_or_else(|| "no address".to_owned(), |url| shown(&url));
+    Err(PushError::Refused(format!(
+        "{} names {named} as the storage of a large file, without TLS: only addresses of the hub itself may be without it. Ask who runs \
+         the hub to give the storage https, or the hub's own address",
         requests.endpoint
     )))
 }

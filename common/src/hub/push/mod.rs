@@ -5,10 +5,12 @@
 //! specification of the Git LFS Batch API. The official Rust client (`hf-hub` 1.0) sends large files by Xet only, and would bring 48
 //! more packages with a second TLS provider, so that it is not used.
 
+mod endpoint;
 mod large_files;
 mod request;
 mod upload;
 
+pub use endpoint::check_endpoint;
 pub use upload::{PushError, Source, Upload};
 
 use crate::fsutil::regular;
@@ -70,12 +72,43 @@ struct PreuploadedFile {
     should_ignore: bool,
 }
 
+/// What the hub answers to a commit.
+#[derive(Deserialize)]
+struct Committed {
+    #[serde(rename = "commitOid")]
+    oid: Option<String>,
+    #[serde(rename = "commitUrl")]
+    url: Option<String>,
+}
+
+/// Who a token belongs to (`whoami-v2`).
+#[derive(Deserialize)]
+struct Owner {
+    #[serde(default)]
+    auth: Option<Auth>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Auth {
+    #[serde(default)]
+    access_token: Option<AccessToken>,
+}
+
+#[derive(Deserialize)]
+struct AccessToken {
+    /// `read`, `write` or `fineGrained`.
+    #[serde(default)]
+    role: String,
+}
+
 impl HubWriter {
     /// A writer for `repo` (`ORG/NAME`) on the hub at `endpoint`, with a token that may write.
     ///
     /// # Errors
-    /// When TLS cannot be set up.
+    /// When the endpoint is none that may get a token ([`check_endpoint`]), or TLS cannot be set up.
     pub fn new(endpoint: &str, token: &str, repo: &str) -> Result<Self, PushError> {
+        check_endpoint(endpoint)?;
         let endpoint = endpoint.trim_end_matches('/').to_owned();
         let requests = Requests::new(endpoint, token, repo)
             .map_err(|error| PushError::Unavailable(format!("the connection cannot be set up: {error}")))?;
@@ -89,6 +122,22 @@ impl HubWriter {
     #[must_use]
     pub fn page(&self) -> String {
         format!("{}/{}", self.requests.endpoint, self.repo)
+    }
+
+    /// Checks that the hub accepts the token, and that it may write something.
+    ///
+    /// # Errors
+    /// [`PushError::NotAllowed`] if not; another error if the hub does not say.
+    pub async fn check_token(&self) -> Result<(), PushError> {
+        let owner: Owner = self
+            .requests
+            .get_json(&format!("{}/api/whoami-v2", self.requests.endpoint))
+            .await?;
+        let role = owner.auth.and_then(|auth| auth.access_token).map(|token| token.role);
+        match role.as_deref() {
+            Some("read") => Err(self.requests.not_allowed("the token may only read".to_owned())),
+            _ => Ok(()),
+        }
     }
 
     /// Makes the repository, unless it exists. `private` matters for a new one only.
@@ -192,7 +241,12 @@ impl HubWriter {
 
     async fn commit(&self, commit: Commit) -> Result<(), PushError> {
         let url = format!("{}/api/models/{}/commit/main", self.requests.endpoint, self.repo);
-        self.requests.post_lines(&url, commit.lines).await
+        let answer: Committed = self.requests.post_lines(&url, commit.lines).await?;
+        // A proxy's page, for example.
+        match answer.oid.or(answer.url) {
+            Some(_) => Ok(()),
+            None => Err(PushError::Unavailable(format!("the response of {url} names no commit"))),
+        }
     }
 }
 

@@ -2,14 +2,21 @@
 
 use super::upload::PushError;
 use crate::hub::install_tls;
-use reqwest::header::{ACCEPT, CONTENT_TYPE};
+use reqwest::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER};
 use reqwest::{Client, RequestBuilder, Response, StatusCode, redirect};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::time::Duration;
 
-/// How often a request is sent.
+/// How often a request is sent, if no response comes.
 pub(super) const MAX_ATTEMPTS: u32 = 5;
+/// How often a request is sent to a hub that says that it is busy.
+pub(super) const MAX_BUSY_ATTEMPTS: u32 = 8;
+/// The first and the longest wait before a request is sent again.
+const FIRST_DELAY: Duration = Duration::from_secs(1);
+const MAX_DELAY: Duration = Duration::from_secs(30);
+/// The longest wait that a hub may ask for (`Retry-After`). Its limits count the requests of 5 minutes.
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 /// The size limit of a response.
 const MAX_RESPONSE_BYTES: usize = 16 << 20;
 /// The time limit of a request, without the time for its body.
@@ -90,16 +97,21 @@ impl Requests {
         self.read(url, &request).await
     }
 
-    /// Posts lines of JSON.
-    pub(super) async fn post_lines(&self, url: &str, lines: String) -> Result<(), PushError> {
+    /// Reads a JSON response.
+    pub(super) async fn get_json<T: DeserializeOwned>(&self, url: &str) -> Result<T, PushError> {
+        let request = || self.client.get(url).bearer_auth(&self.token).timeout(TIME_LIMIT);
+        self.read(url, &request).await
+    }
+
+    /// Posts lines of JSON, and reads a JSON response.
+    pub(super) async fn post_lines<T: DeserializeOwned>(&self, url: &str, lines: String) -> Result<T, PushError> {
         let lines = bytes::Bytes::from(lines);
         let request = || {
             let request = self.post(url);
             let request = request.timeout(time_limit(lines.len() as u64));
             request.header(CONTENT_TYPE, "application/x-ndjson").body(lines.clone())
         };
-        let answer = self.send(url, &request).await?;
-        self.check(answer).await.map(drop)
+        self.read(url, &request).await
     }
 
     async fn read<T: DeserializeOwned>(
@@ -115,39 +127,69 @@ impl Requests {
 
     /// Sends a request until the hub is not busy.
     async fn send(&self, url: &str, request: &(dyn Fn() -> RequestBuilder + Sync)) -> Result<Response, PushError> {
-        let mut delay = Duration::from_secs(1);
         for attempt in 1.. {
             let answer = request().send().await;
-            let is_busy = match &answer {
-                Ok(answer) => answer.status().is_server_error() || answer.status() == StatusCode::TOO_MANY_REQUESTS,
-                Err(_) => true,
-            };
-            if !is_busy || attempt >= MAX_ATTEMPTS {
-                return answer.map_err(|error| unavailable(url, &error));
+            match wait(&answer, attempt) {
+                Some(wait) => tokio::time::sleep(wait).await,
+                None => return answer.map_err(|error| unavailable(url, &error)),
             }
-            tokio::time::sleep(delay).await;
-            delay *= 2;
         }
         Err(PushError::Unavailable(format!("{url}: no response")))
+    }
+
+    /// The error of a token that may not write.
+    pub(super) fn not_allowed(&self, reason: String) -> PushError {
+        PushError::NotAllowed {
+            endpoint: self.endpoint.clone(),
+            repo: self.repo.clone(),
+            reason,
+        }
     }
 
     /// The body of a response that is no refusal.
     pub(super) async fn check(&self, answer: Response) -> Result<Vec<u8>, PushError> {
         let (status, url) = (answer.status(), answer.url().clone());
+        let asked = retry_after(&answer);
         let body = read_body(answer).await?;
         if status.is_success() {
             return Ok(body);
         }
-        let reason = reason(&body, status);
+        let mut reason = reason(&body, status);
+        if let Some(wait) = asked {
+            reason += &format!("; it asks to wait {} s", wait.as_secs());
+        }
         Err(match status {
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => PushError::NotAllowed {
-                endpoint: self.endpoint.clone(),
-                repo: self.repo.clone(),
-                reason,
-            },
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => self.not_allowed(reason),
             _ => PushError::Refused(format!("{}{}: {reason}", self.endpoint, url.path())),
         })
     }
+}
+
+/// How long to wait before a request is sent again. `None`: its response is final, or it was sent often enough, or the hub asks to wait
+/// for too long.
+pub(super) fn wait(answer: &reqwest::Result<Response>, attempt: u32) -> Option<Duration> {
+    match answer {
+        Ok(answer) => wait_after(Some(answer.status()), retry_after(answer), attempt),
+        Err(_) => wait_after(None, None, attempt),
+    }
+}
+
+/// As [`wait`]: `status` is that of the response, if one came, and `asked` its `Retry-After`.
+fn wait_after(status: Option<StatusCode>, asked: Option<Duration>, attempt: u32) -> Option<Duration> {
+    let limit = match status {
+        Some(status) if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => MAX_BUSY_ATTEMPTS,
+        Some(_) => return None,
+        None => MAX_ATTEMPTS,
+    };
+    let doubled = FIRST_DELAY * 2u32.pow(attempt.saturating_sub(1).min(10));
+    let wait = asked.unwrap_or(Duration::ZERO).max(doubled.min(MAX_DELAY));
+    (attempt < limit && wait <= MAX_RETRY_AFTER).then_some(wait)
+}
+
+/// The seconds of a response's `Retry-After`.
+fn retry_after(answer: &Response) -> Option<Duration> {
+    let text = answer.headers().get(RETRY_AFTER)?.to_str().ok()?;
+    text.trim().parse().ok().map(Duration::from_secs)
 }
 
 /// The time limit of a request with a body of this length.
@@ -197,4 +239,30 @@ pub(super) fn unavailable(what: &str, error: &reqwest::Error) -> PushError {
         cause = inner;
     }
     PushError::Unavailable(format!("{what}: {cause}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_hub_is_asked_again_when_it_says_so_unless_that_is_too_late() {
+        let seconds = |status: u16, asked: Option<u64>, attempt| {
+            let status = StatusCode::from_u16(status).ok();
+            wait_after(status, asked.map(Duration::from_secs), attempt).map(|wait| wait.as_secs())
+        };
+        assert_eq!(seconds(503, None, 1), Some(1));
+        assert_eq!(seconds(503, None, 4), Some(8));
+        assert_eq!(seconds(500, None, 7), Some(30));
+        assert_eq!(seconds(503, None, 8), None);
+        assert_eq!(seconds(429, Some(17), 1), Some(17));
+        assert_eq!(seconds(429, Some(300), 1), Some(300));
+        assert_eq!(seconds(429, Some(86_400), 1), None);
+        assert_eq!(seconds(429, Some(0), 2), Some(2));
+        // No response at all: status 0 is none.
+        assert_eq!((seconds(0, None, 4), seconds(0, None, 5)), (Some(8), None));
+        for (status, attempt) in [(200, 1), (404, 1), (401, 3)] {
+            assert_eq!(seconds(status, Some(5), attempt), None);
+        }
+    }
 }

@@ -66,6 +66,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "samples.prompt",
             "samples.neg",
             "model.latent_space_version",
+            "model.unconditional_lora_path",
             "model.ignore_if_contains",
             "model.only_if_contains",
             "model.quantize_kwargs",

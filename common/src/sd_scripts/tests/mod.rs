@@ -7,5 +7,6 @@ mod presets;
 mod random;
 mod ranks;
 mod rates;
+mod resumed;
 mod scripts;
 mod support;

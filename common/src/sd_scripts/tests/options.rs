@@ -26,6 +26,8 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         "network_alpha" => ("2", "network_dim = 2"),
         "network_args" => ("[\"module_dropout=0.1\"]", ""),
         "network_dropout" => ("0.1", ""),
+        "resume" => ("\"output/cat-state\"", ""),
+        "initial_step" => ("3", ""),
         "dim_from_weights" => ("true", "network_weights = \"lora.safetensors\""),
         "stop_text_encoder_training" => ("-1", ""),
         "learning_rate" | "unet_lr" => ("1e-4", "network_train_unet_only = true"),

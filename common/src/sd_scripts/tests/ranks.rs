@@ -66,6 +66,47 @@ fn blocks_have_their_own_ranks() {
     );
 }
 
+/// sd-scripts makes no LoRA for a block of rank 0, whatever its weight: a factor for it would match no tensor.
+#[test]
+fn a_block_of_rank_0_has_no_factor_of_the_learning_rate() {
+    let factors = |arguments: &str| -> Vec<String> {
+        let folder = folder();
+        let text = format!("{}network_args = [{arguments}]\n", base(Script::TrainNetwork));
+        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let job = job(&imported.yaml);
+        let factors = job.process[0].trainer().unwrap().train.lr_factors.iter();
+        factors.map(|factor| factor.contains.clone()).collect()
+    };
+    // Places 1 and 2 are the two attentions of the first block.
+    let ranks = |second: u32| {
+        let mut ranks = vec!["4".to_owned(); 25];
+        ranks[2] = second.to_string();
+        format!("\"block_dims={}\"", ranks.join(","))
+    };
+    let weights = "\"down_lr_weight=1,0.5,0.25,1,1,1,1,1,1,1,1,1\"";
+    let [first, second] = ["down_blocks_0_attentions_0_", "down_blocks_0_attentions_1_"];
+    let has = |found: &[String], name: &str| found.iter().any(|factor| factor == name);
+    let found = factors(&format!("{}, {weights}", ranks(4)));
+    assert!(has(&found, first) && has(&found, second), "{found:?}");
+    let found = factors(&format!("{}, {weights}", ranks(0)));
+    assert!(has(&found, first) && !has(&found, second), "{found:?}");
+    // Its convolutions have a rank of their own.
+    let resnet = "down_blocks_0_resnets_1_";
+    let found = factors(&format!("{}, {weights}, \"conv_dim=2\"", ranks(0)));
+    assert!(has(&found, resnet) && !has(&found, second), "{found:?}");
+    let mut convolutions = vec!["2"; 25];
+    convolutions[2] = "0";
+    let found = factors(&format!(
+        "{}, {weights}, \"conv_block_dims={}\"",
+        ranks(0),
+        convolutions.join(",")
+    ));
+    assert!(
+        !has(&found, resnet) && has(&found, "down_blocks_0_resnets_0_"),
+        "{found:?}"
+    );
+}
+
 #[test]
 fn alphas_of_blocks_count_beside_ranks_or_weights() {
     let alphas = format!("\"block_alphas={}\"", list(1, 25));

@@ -30,6 +30,14 @@ pub(super) fn folder() -> tempfile::TempDir {
         }
     }
     std::fs::write(folder.path().join("lora.safetensors"), lora_file()).unwrap();
+    let state = folder.path().join("output/cat-state");
+    std::fs::create_dir_all(&state).unwrap();
+    std::fs::write(state.join("model.safetensors"), lora_file()).unwrap();
+    std::fs::write(
+        state.join("train_state.json"),
+        "{\"current_epoch\": 1, \"current_step\": 4}",
+    )
+    .unwrap();
     let metadata = r#"{"0": {"caption": "a cat", "tags": "red, small", "train_resolution": [512, 512]}, "/x/cats/3.png": {"tags": "blue"}}"#;
     std::fs::write(folder.path().join("meta.json"), metadata).unwrap();
     folder

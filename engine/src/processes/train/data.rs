@@ -266,10 +266,18 @@ impl TrainingData {
         latents: &mut LatentStore,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
-        let options = &self.datasets[batch.dataset].options;
+        let dataset = &self.datasets[batch.dataset];
+        let options = &dataset.options;
         let mut out = Vec::with_capacity(batch.items.len());
         for (place, item) in self.items_of(batch).enumerate() {
-            let Some(control) = &item.control else { return Ok(None) };
+            let drawn = options.drawn_controls.map(|controls| {
+                let (step, micro) = number;
+                let mut generator = generator_for(self.seed, &format!("control/{place}"), step, micro);
+                controls.draw(dataset, item, &mut generator)
+            });
+            let Some(control) = drawn.as_ref().or(item.control.as_ref()) else {
+                return Ok(None);
+            };
             if let Some(moves) = moves.get(place).filter(|moves| !moves.is_empty()) {
                 let name = self.name_of_draw("control", place, number);
                 out.push(latents.encode_moved_control((item, control), moves, codec, &name)?);

@@ -192,6 +192,38 @@ fn control_images_and_their_options_change_the_training() {
     }
 }
 
+/// Five images, each of whose steps has another of them as its control image.
+#[test]
+fn control_images_from_the_same_folder_are_drawn_each_step_and_resume_exactly() {
+    let with_drawn = |root: &Path| {
+        let mut process = kontext(root, 6);
+        process.datasets[0].control_path = OneOrMany(Vec::new());
+        process.datasets[0].control_from_same_folder = true;
+        process.datasets[0].flip_x = true;
+        process
+    };
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let expected = losses(&complete(with_drawn(whole.path())));
+    let interrupted = spec(with_drawn(parts.path()));
+    let (outcome, first) = stop_at(&interrupted, 3);
+    assert_eq!(outcome, Outcome::stopped());
+    let (outcome, second) = run_spec(&interrupted);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+    assert!(!logs(&second).contains("changed since"), "{}", logs(&second));
+    assert_eq!([losses(&first), losses(&second)].concat(), expected);
+    let file = |root: &Path| root.join("out/tiny/tiny.safetensors");
+    equal(&file(whole.path()), &file(parts.path()));
+    // Without them the model sees no control image.
+    let mut without = with_drawn(whole.path());
+    without.datasets[0].control_from_same_folder = false;
+    std::fs::remove_dir_all(whole.path().join("out")).unwrap();
+    let without = losses(&complete(without));
+    assert!(
+        without.iter().zip(&expected).all(|(a, b)| (a / b - 1.0).abs() > 1e-6),
+        "{without:?} and {expected:?}"
+    );
+}
+
 #[test]
 fn a_changed_control_image_is_a_changed_data_set() {
     let dir = tempfile::tempdir().unwrap();

@@ -6,8 +6,8 @@ use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::adapters::{AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, LoraConfig, Rank};
 use crate::data::{
-    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, ImageStatistics,
-    MaskOptions, TagRules,
+    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, DrawnControlOptions,
+    ImageStatistics, MaskOptions, TagRules,
 };
 use crate::error::{EngineError, Result};
 use crate::families;
@@ -316,6 +316,10 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 },
                 folders: controls,
                 background: (!process.kind.uses_image_pairs()).then_some(dataset.control_transparent_color.0),
+                full_size: dataset.full_size_control_images,
+            }),
+            drawn_controls: dataset.control_from_same_folder.then_some(DrawnControlOptions {
+                background: dataset.control_transparent_color.0,
                 full_size: dataset.full_size_control_images,
             }),
             network_weight: *dataset.network_weight,

@@ -26,14 +26,15 @@ use std::path::{Path, PathBuf};
 /// Version of the trainer's state in a manifest.
 const STATE_VERSION: u64 = 1;
 /// Optional keys of the state: the number of last steps in a row that were not finite, the trained word, interrupted steps whose
-/// saves are to be removed, steps whose saves are kept, those of them that the user asked for (written by earlier versions), and
-/// whether the loss on fixed images was not measured, because the run was told to stop.
+/// saves are to be removed, steps whose saves are kept, those of them that the user asked for (written by earlier versions),
+/// whether the loss on fixed images was not measured, because the run was told to stop, and the `train.start_step` of the run.
 const NON_FINITE_KEY: &str = "lost_steps";
 const WORD_KEY: &str = "word";
 const INTERRUPTED_KEY: &str = "interrupted_saves";
 const KEPT_KEY: &str = "kept_saves";
 const REQUESTED_KEY: &str = "requested_saves";
 const UNMEASURED_KEY: &str = "validation_missing";
+const START_KEY: &str = "start_step";
 /// What may have made losses or weights infinite or NaN, for messages.
 pub(super) const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` \
                                  or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a range; the base \
@@ -86,7 +87,9 @@ impl Run<'_> {
             self.load_lora(&path, cx)?;
             cx.log("info", format!("starting from the weights of {}", path.display()));
         }
-        if let Some(step) = self.process.train.start_step {
+        if let Some(step) = self.process.train.start_step
+            && self.started_at != Some(step)
+        {
             self.start_step = step;
         }
         Ok(())
@@ -221,10 +224,19 @@ impl Run<'_> {
             );
         }
         if let Some(first) = report.unknown.first() {
+            let is_of_text = |name: &&String| name.starts_with("lora_te") || name.starts_with("text_encoder");
+            let of_text = report.unknown.iter().filter(is_of_text).count();
+            let cause = match of_text {
+                0 => String::new(),
+                _ if self.process.train.train_text_encoder => String::new(),
+                count => format!(
+                    ". {count} of them are of text encoders, which `train.train_text_encoder: true` would train too"
+                ),
+            };
             cx.log(
                 "warn",
                 format!(
-                    "{} names in the file match no layer and are ignored, such as `{first}`",
+                    "{} names in the file match no trained layer and are ignored, such as `{first}`{cause}",
                     report.unknown.len()
                 ),
             );
@@ -293,6 +305,7 @@ impl Run<'_> {
             Some(kept) => kept,
             None => self.saves_until(checkpoint.step(), &steps(REQUESTED_KEY).unwrap_or_default()),
         };
+        self.started_at = number(START_KEY);
         self.misses_validation = state.get(UNMEASURED_KEY).and_then(Value::as_bool).unwrap_or(false);
         self.metrics.load_checkpoint(checkpoint);
         Ok(())
@@ -370,6 +383,9 @@ impl Run<'_> {
                 }
             }
             let options = &self.data.datasets[batch.dataset].options;
+            if let Some(controls) = &options.drawn_controls {
+                data.update(controls.identity() + "\n");
+            }
             if let Some(statistics) = &options.normalization {
                 data.update(format!("normalised {}\n", statistics.name));
             }
@@ -433,6 +449,9 @@ impl Run<'_> {
             state.insert(INTERRUPTED_KEY.into(), self.interrupted_saves.clone().into());
         }
         state.insert(KEPT_KEY.into(), self.kept_saves.clone().into());
+        if let Some(step) = self.process.train.start_step {
+            state.insert(START_KEY.into(), step.into());
+        }
         if self.misses_validation {
             state.insert(UNMEASURED_KEY.into(), true.into());
         }

@@ -46,6 +46,8 @@ pub(super) struct Run<'a> {
     pub(super) slider: Option<Arc<Slider>>,
     /// The step at which this attempt starts: the number of finished steps.
     pub(super) start_step: u64,
+    /// The `train.start_step` of the run that wrote the checkpoint from which this one resumes.
+    pub(super) started_at: Option<u64>,
     /// The step of the newest checkpoint on disk.
     pub(super) last_checkpoint: Option<u64>,
     /// Steps at which earlier attempts were interrupted. Their step saves are removed after the next save.

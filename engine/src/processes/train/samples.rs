@@ -73,6 +73,7 @@ impl Run<'_> {
                 refuse_non_finite: false,
                 sampler: section.sampler.name(),
                 v_prediction: run.process.model.is_v_pred,
+                bypass_guidance_embedding: run.process.model.uses_true_cfg(),
                 multiplier: run.target.handle().map(|handle| &handle.multiplier),
                 control_images: &control_images,
                 job_seed: run.seed,

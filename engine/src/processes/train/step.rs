@@ -124,8 +124,7 @@ fn with_guidance(
     conditioning: Conditioning,
     scales: &[f64],
 ) -> Result<Conditioning> {
-    let train = &process.train;
-    match train.bypass_guidance_embedding {
+    match process.bypasses_guidance_embedding() {
         true => Ok(model.without_guidance(conditioning)),
         false => model.with_guidance(conditioning, scales),
     }

@@ -444,6 +444,30 @@ fn a_run_resumes_in_an_unfinished_folder_of_ai_toolkit() {
 }
 
 #[test]
+fn a_run_that_started_at_a_step_resumes_where_it_was_interrupted() {
+    let at_step = |root: &Path| {
+        let mut process = trainer(root, 8);
+        process.train.start_step = Some(3);
+        process
+    };
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (outcome, events) = run_spec(&spec(at_step(whole.path())));
+    assert_eq!(outcome, Outcome::Completed);
+    let expected = losses(&events);
+    assert_eq!(expected.len(), 5);
+    let interrupted = spec(at_step(parts.path()));
+    let (_, first) = stop_at(&interrupted, 5);
+    let (outcome, second) = run_spec(&interrupted);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+    assert_eq!([losses(&first), losses(&second)].concat(), expected);
+    // Another step is a wish to start there.
+    let mut process = at_step(parts.path());
+    (process.train.start_step, process.train.steps) = (Some(6), 9);
+    let (_, events) = run_spec(&spec(process));
+    assert_eq!(losses(&events).len(), 3);
+}
+
+#[test]
 fn a_damaged_checkpoint_is_skipped_for_the_previous_one() {
     let dir = tempfile::tempdir().unwrap();
     let spec = spec(trainer(dir.path(), 12));

@@ -69,7 +69,7 @@ impl Run<'_> {
         let conditioning = handle.in_pass(LoraPass::inference(0.0), || self.encode_frozen(prompts))?;
         let conditioning = self.model.with_sizes(conditioning, sizes)?;
         let scale = self.process.train.cfg_scale;
-        match self.process.train.bypass_guidance_embedding {
+        match self.process.bypasses_guidance_embedding() {
             true => Ok(self.model.without_guidance(conditioning)),
             false => self.model.with_guidance(conditioning, &[scale]),
         }
