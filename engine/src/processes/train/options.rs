@@ -379,7 +379,7 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
             LossType::MeanFlow => LossKind::Mse,
         },
         stepped: train.loss_type == LossType::Stepped,
-        source: matches!(train.loss_target, LossTarget::Source | LossTarget::Unaugmented),
+        source: uses_source(process),
         norm_correction: train.correct_pred_norm.then_some(train.correct_pred_norm_multiplier),
         noisy_multiplier: train.noisy_latent_multiplier,
         match_noise_norm: train.match_noise_norm,
@@ -399,7 +399,8 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
         estimate: train.t0_loss_target.then_some(EstimateLoss {
             weighted: train.t0_velocity_equiv_weight,
         }),
-        spectrum: train.do_fft_loss.then_some(EstimateLoss {
+        // As in ai-toolkit, it is no part of the loss of `source`.
+        spectrum: (train.do_fft_loss && !uses_source(process)).then_some(EstimateLoss {
             weighted: train.do_fft_velocity_equiv_weight,
         }),
         diverges: train.do_prior_divergence,
@@ -413,7 +414,13 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
 /// prediction for itself.
 pub(super) fn corrects_norm(process: &TrainerProcess) -> bool {
     let train = &process.train;
-    train.correct_pred_norm && !train.diff_output_preservation && !train.blank_prompt_preservation
+    let preserves = train.diff_output_preservation || train.blank_prompt_preservation;
+    train.correct_pred_norm && !preserves && !uses_source(process)
+}
+
+/// Whether the loss compares images instead of noise or velocities (`loss_target`).
+fn uses_source(process: &TrainerProcess) -> bool {
+    matches!(process.train.loss_target, LossTarget::Source | LossTarget::Unaugmented)
 }
 
 /// Whether the loss compares with the images before their `augmentations`.
