@@ -3,7 +3,7 @@
 use super::arch::ArchName;
 use super::dataset::DatasetConfig;
 use super::limits::MAX_DATASETS;
-use super::objective::LossType;
+use super::objective::{LossTarget, LossType};
 use super::process::{Img2ImgProcess, TrainerProcess};
 use super::process_type::ProcessType;
 use super::repository::is_repository;
@@ -59,6 +59,7 @@ impl TrainerProcess {
         let uses_base = [
             (train.inverted_mask_prior, "train.inverted_mask_prior".to_owned()),
             (train.do_prior_divergence, "train.do_prior_divergence".to_owned()),
+            (train.correct_pred_norm, "train.correct_pred_norm".to_owned()),
         ];
         let sets = self.datasets.iter().enumerate();
         let of_sets = sets.map(|(index, set)| (set.prior_reg, format!("datasets[{index}].prior_reg")));
@@ -81,6 +82,7 @@ impl TrainerProcess {
         check_images(self, cx);
         check_prompts(self, cx);
         check_targets(self, cx);
+        check_compared_images(self, cx);
         if model.lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.lora_path",
@@ -176,6 +178,71 @@ fn check_targets(process: &TrainerProcess, cx: &mut ReadContext) {
     }
 }
 
+/// Checks losses that compare images, and targets that need `augmentations` or the prediction without the adapter.
+fn check_compared_images(process: &TrainerProcess, cx: &mut ReadContext) {
+    let train = &process.train;
+    if train.correct_pred_norm && (train.diff_output_preservation || train.blank_prompt_preservation) {
+        cx.warn_at(
+            "train.correct_pred_norm",
+            "has no effect together with a preservation loss, as in ai-toolkit",
+        );
+    }
+    let uses_source = matches!(train.loss_target, LossTarget::Source | LossTarget::Unaugmented);
+    let ignores_base = train.correct_pred_norm || uses_source || train.loss_type == LossType::Stepped;
+    let sets = process.datasets.iter().enumerate();
+    for (index, _) in sets.filter(|(_, set)| set.prior_reg && ignores_base) {
+        cx.warn_at(
+            &format!("datasets[{index}].prior_reg"),
+            "has no effect together with `correct_pred_norm`, `loss_type: stepped` and `loss_target: source` or `unaugmented`, which \
+             have other targets",
+        );
+    }
+    let is_augmented = |set: &DatasetConfig| set.augmentations.as_ref().is_some_and(|list| !list.is_empty());
+    let needs_augmentations = matches!(
+        train.loss_target,
+        LossTarget::Unaugmented | LossTarget::DifferentialNoise
+    );
+    if needs_augmentations && !process.kind.is_slider() && !process.datasets.iter().any(is_augmented) {
+        cx.error_at(
+            "train.loss_target",
+            format!(
+                "`{}` compares with the images before their `augmentations`, which no data set has: add them or use `noise`",
+                train.loss_target
+            ),
+        );
+    }
+    let (key, name) = match (uses_source, train.loss_type) {
+        (true, _) => ("loss_target", train.loss_target.to_string()),
+        (false, LossType::Stepped) => ("loss_type", train.loss_type.to_string()),
+        (false, _) => return,
+    };
+    if train.t0_loss_target {
+        cx.error_at(
+            "train.t0_loss_target",
+            format!("cannot be used together with `{key}: {name}`: each says which images are compared"),
+        );
+    }
+    let targets = [
+        (train.do_guidance_loss, "do_guidance_loss"),
+        (train.do_differential_guidance, "do_differential_guidance"),
+        (train.do_signal_amplification, "do_signal_amplification"),
+        (train.correct_pred_norm, "correct_pred_norm"),
+    ];
+    let of_source = [
+        (train.target_noise_multiplier != 1.0, "target_noise_multiplier"),
+        (train.loss_type != LossType::Mse, "loss_type"),
+        (train.do_fft_loss, "do_fft_loss"),
+        (train.linear_timesteps || train.linear_timesteps2, "linear_timesteps"),
+    ];
+    let of_source = of_source.into_iter().filter(|_| uses_source);
+    for (_, ineffective) in targets.into_iter().chain(of_source).filter(|(on, _)| *on) {
+        cx.warn_at(
+            &format!("train.{ineffective}"),
+            format!("has no effect together with `{key}: {name}`, whose target is the image"),
+        );
+    }
+}
+
 /// Checks what short captions exclude, and warns of a dropout of prompts that has no effect.
 fn check_prompts(process: &TrainerProcess, cx: &mut ReadContext) {
     let train = &process.train;
@@ -244,11 +311,17 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
         (train.t0_loss_target, "t0_loss_target"),
         (train.do_fft_loss, "do_fft_loss"),
         (train.do_signal_amplification, "do_signal_amplification"),
-        (train.loss_type == LossType::Wavelet, "loss_type"),
+        (
+            matches!(train.loss_type, LossType::Wavelet | LossType::Stepped),
+            "loss_type",
+        ),
     ];
     for (on, key) in flow_only {
         if on && !arch.is_flow() {
-            let what = if key == "loss_type" { "`wavelet`" } else { "this" };
+            let what = match key {
+                "loss_type" => format!("`{}`", train.loss_type),
+                _ => "this".to_owned(),
+            };
             cx.error_at(
                 &format!("train.{key}"),
                 format!("{what} compares velocities of flow matching, which `{arch}` does not predict"),
@@ -259,6 +332,35 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
         cx.error_at(
             "model.use_flux_cfg",
             "cannot be used together with `train.do_guidance_loss`",
+        );
+    }
+    if train.learnable_snr_gos && arch.is_flow() {
+        cx.error_at(
+            "train.learnable_snr_gos",
+            format!("needs signal-to-noise ratios, which `{arch}` does not have: it is trained by flow matching; remove the key"),
+        );
+    }
+    if train.learnable_snr_gos && !process.kind.is_slider() {
+        for (on, key) in [
+            (train.min_snr_gamma.is_some(), "min_snr_gamma"),
+            (train.snr_gamma.is_some(), "snr_gamma"),
+            (train.debiased_estimation_loss, "debiased_estimation_loss"),
+        ] {
+            if on {
+                cx.warn_at(
+                    &format!("train.{key}"),
+                    "has no effect together with `learnable_snr_gos`, as in ai-toolkit",
+                );
+            }
+        }
+    }
+    if train.correct_pred_norm && arch.is_flow() {
+        cx.error_at(
+            "train.correct_pred_norm",
+            format!(
+                "corrects a prediction of the noise, and `{arch}` predicts velocities: in ai-toolkit it would train the model to predict \
+                 the noise; remove the key"
+            ),
         );
     }
     if train.standardize_latents && arch.is_flow() {

@@ -316,8 +316,24 @@ fn options_of_the_loss_are_checked_against_the_model_and_the_network() {
     let job = parse(&text, Format::Yaml, Some("x.yaml"), &LoadOptions::default()).unwrap();
     let warned: Vec<&str> = job.warnings.iter().map(|warning| warning.key.as_str()).collect();
     assert_eq!(warned, ["config.process[0].train.do_guidance_loss"]);
+    assert_eq!(errors(sd, "correct_pred_norm", "true"), [""; 0]);
+    assert!(errors(flux, "correct_pred_norm", "true")[0].contains("velocities"));
+    assert_eq!(errors(flux, "loss_type", "stepped"), [""; 0]);
+    assert!(errors(sd, "loss_type", "stepped")[0].contains("`stepped`"));
+    for text in [sd, flux] {
+        assert_eq!(errors(text, "loss_target", "source"), [""; 0]);
+        for target in ["unaugmented", "differential_noise"] {
+            let found = errors(text, "loss_target", target);
+            assert!(found.len() == 1 && found[0].contains("augmentations"), "{found:?}");
+        }
+    }
+    let images = errors(flux, "loss_target: source\n        t0_loss_target", "true");
+    assert!(
+        images.len() == 1 && images[0].contains("`loss_target: source`"),
+        "{images:?}"
+    );
     let full = include_str!("../../../config/examples/train_full_sd15.yaml");
-    for key in ["inverted_mask_prior", "do_prior_divergence"] {
+    for key in ["inverted_mask_prior", "do_prior_divergence", "correct_pred_norm"] {
         assert!(errors(full, key, "true")[0].contains("needs a `network`"), "{key}");
     }
 }
@@ -514,17 +530,29 @@ fn mistakes_in_extractions_and_rescalings_are_one_error_each() {
 }
 
 #[test]
-fn a_full_fine_tune_is_refused_only_for_its_unsupported_keys() {
+fn a_full_fine_tune_with_swapped_parameters_is_supported() {
     let job = load_file!("full_finetune.yaml");
     assert_eq!(job.warnings, []);
-    let refused = refused(&job);
-    assert_eq!(refused, ["train.do_paramiter_swapping"]);
-    // These keys of a full fine-tune are supported.
-    assert!(
-        !refused
-            .iter()
-            .any(|key| key.contains("network") || key.contains("contains") || key.contains("save"))
-    );
+    assert_eq!(refused(&job), [""; 0]);
+    let text = include_str!("testdata/full_finetune.yaml");
+    for (from, to, key) in [
+        ("optimizer: adafactor", "optimizer: adamw", "train.optimizer"),
+        (
+            "paramiter_swapping_factor: 0.9",
+            "paramiter_swapping_factor: 1.5",
+            "train.paramiter_swapping_factor",
+        ),
+        (
+            "do_paramiter_swapping: true",
+            "do_paramiter_swapping: true\n        gradient_accumulation_steps: 2",
+            "train.gradient_accumulation_steps",
+        ),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let error = parse(&text.replacen(from, to, 1), Format::Yaml, None, &LoadOptions::default()).unwrap_err();
+        let found: Vec<String> = error.findings().iter().map(ToString::to_string).collect();
+        assert!(found.len() == 1 && found[0].contains(key), "{found:?}");
+    }
 }
 
 #[test]

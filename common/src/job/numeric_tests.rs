@@ -30,6 +30,8 @@ const TRAINER: &[(&str, &str, Keys)] = &[
             ("cfg_scale", &["0", "-1"]),
             ("max_cfg_scale", &["0", "-1"]),
             ("cfg_rescale", &["0", "-1"]),
+            ("correct_pred_norm_multiplier", &["0", "-1"]),
+            ("paramiter_swapping_factor", &[]),
         ],
     ),
     (

@@ -11,12 +11,12 @@ choices! {
         Mae = "mae", Works;
         /// Over the bands of a Haar wavelet, of flow models: the same as `mse`, as this transform keeps sums of squares.
         Wavelet = "wavelet", Works;
-        /// After one step of the sampler.
-        Stepped = "stepped", Refused("use `mse` or `mae`");
+        /// Flow models: mean of squares of the images to which a step of the sampler leads, of 50 entries of the table of time steps.
+        Stepped = "stepped", Works;
         /// Smooth absolute value.
         PseudoHuber = "pseudo_huber", Works;
         /// Mean flow.
-        MeanFlow = "mean_flow", Refused("use `mse` or `mae`");
+        MeanFlow = "mean_flow", Refused("needs ai-toolkit's `mean_flow` adapter, which is not supported: use `mse` or `mae`");
     }
 }
 
@@ -25,12 +25,12 @@ choices! {
     pub enum LossTarget("loss target") {
         /// The noise (or velocity) that was added.
         Noise = "noise", Works;
-        /// The image.
-        Source = "source", Refused("of flow matching it is the same as `noise`, and with the other models ai-toolkit fails: use `noise`");
-        /// The image before augmentation.
-        Unaugmented = "unaugmented", Refused("ai-toolkit fails with it: use `noise`");
-        /// The difference to the base model's noise.
-        DifferentialNoise = "differential_noise", Refused("use `noise`");
+        /// The image: the latents to which the prediction leads are compared with it. The squares count as much as those of `noise`.
+        Source = "source", Works;
+        /// The same with the image before its `augmentations`.
+        Unaugmented = "unaugmented", Works;
+        /// The image before its `augmentations` is trained, with half of what they change in the latents added to the noise.
+        DifferentialNoise = "differential_noise", Works;
     }
 }
 

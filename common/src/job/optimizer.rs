@@ -100,6 +100,6 @@ choices! {
         /// Multiplied by `gamma` every `step_size` steps.
         Step = "step", Works;
         /// Constant values between steps that rules give.
-        PiecewiseConstant = "piecewise_constant", Refused("use `constant`, `step` or `cosine`");
+        PiecewiseConstant = "piecewise_constant", Refused("ai-toolkit fails with it, as it passes `total_iters`, which diffusers' schedule does not take: use `constant`, `step` or `cosine`");
     }
 }

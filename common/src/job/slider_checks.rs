@@ -2,7 +2,7 @@
 
 use super::dataset::DatasetConfig;
 use super::limits::{MAX_DATASETS, MAX_SLIDER_PROMPTS};
-use super::objective::LossType;
+use super::objective::{LossTarget, LossType};
 use super::process::TrainerProcess;
 use super::process_type::ProcessType;
 use super::sampler::SamplerName;
@@ -363,6 +363,9 @@ fn warn_of_noise(train: &TrainConfig, cx: &mut ReadContext) {
 fn warn_of_ineffective(train: &TrainConfig, cx: &mut ReadContext) {
     let keys = [
         (train.loss_type != LossType::Mse, "loss_type"),
+        (train.loss_target != LossTarget::Noise, "loss_target"),
+        (train.correct_pred_norm, "correct_pred_norm"),
+        (train.learnable_snr_gos, "learnable_snr_gos"),
         (train.do_cfg, "do_cfg"),
         (train.do_random_cfg, "do_random_cfg"),
         (train.diff_output_preservation, "diff_output_preservation"),

@@ -83,10 +83,11 @@ section! {
         sdp: bool = false, Accepted("an optimisation; the result is the same");
         /// Attention implementation.
         attention_backend: String = "native".into(), Accepted("an optimisation; the result is the same");
-        /// Train a changing share of the parameters. The misspelling is the real key.
-        do_paramiter_swapping: bool = false, Refused("all LoRA weights are trained");
-        /// Share of the parameters.
-        paramiter_swapping_factor: f64 = 0.1, DependsOn("do_paramiter_swapping");
+        /// Train a changing share of the tensors: each step chooses others at random. With the optimizers `adafactor` and `automagic`. The
+        /// misspelling is the real key.
+        do_paramiter_swapping: bool = false, Works;
+        /// That share of the trained numbers: a step chooses tensors as long as all of them together have fewer.
+        paramiter_swapping_factor: f64 = 0.1, Works;
         /// Merge the LoRA into the model, save the full model, restart the LoRA.
         merge_network_on_save: bool = false, Refused("LoRAs are saved as LoRAs");
         /// Weight of that merge.
@@ -189,8 +190,9 @@ section! {
         ip_noise_gamma: f64 = 0.0, Works;
         /// That number is the largest; each batch has a random one.
         ip_noise_gamma_random_strength: bool = false, Works;
-        /// Learn the SNR weighting.
-        learnable_snr_gos: bool = false, Refused("use `min_snr_gamma`");
+        /// Diffusion models: the loss of each item is multiplied by `|gamma / ((snr + offset_1) * scale + offset_2)|`, whose four numbers
+        /// are learned so that all losses are about as large. In place of the three options above.
+        learnable_snr_gos: bool = false, Works;
         /// Loss weight of regularisation items.
         reg_weight: f64 = 1.0, Works;
         /// Scale the prediction of each item to the norm of its noise.
@@ -300,13 +302,17 @@ section! {
         inverted_mask_prior: bool = false, Works;
         /// Weight of that loss.
         inverted_mask_prior_multiplier: f64 = 0.5, Works;
+        /// Models that predict the noise: the noise in the target is changed as the prediction would have to be to get the mean and the
+        /// standard deviation of what the model without the adapter predicts, per item and channel. Not of regularisation sets. A step
+        /// takes 1.3 times as long.
+        correct_pred_norm: bool = false, Works;
+        /// How far they go there: 1 is all the way.
+        correct_pred_norm_multiplier: f64 = 1.0, Works;
         /// Loss on fixed images.
         validation_config: Option<ValidationConfig> = None, Works;
     }
     rare {
-        "correct_pred_norm" => Refused("the prediction is used as it is");
-        "correct_pred_norm_multiplier" => DependsOn("correct_pred_norm");
-        "train_turbo" => Refused("only the plain loss");
+        "train_turbo" => Refused("in ai-toolkit it fails for batches without masks and for cached latents; remove it");
         "show_turbo_outputs" => DependsOn("train_turbo");
         "adapter_assist_name_or_path" => Refused("no assistant adapters");
         "adapter_assist_type" => DependsOn("adapter_assist_name_or_path");
@@ -363,6 +369,13 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         if on && train.noise_offset == 0.0 {
             cx.error_at(key, "needs a `noise_offset`");
         }
+    }
+    if train.paramiter_swapping_factor == 0.0 {
+        cx.error_at("paramiter_swapping_factor", "expected a share above 0, up to 1");
+    }
+    cx.check_in_range("paramiter_swapping_factor", train.paramiter_swapping_factor, 0.0..=1.0);
+    if let Some((key, why)) = train.excluded_by_swapping() {
+        cx.error_at(key, why);
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("embedding_lr", train.embedding_lr.unwrap_or_default(), 0.0..=MAX_FACTOR);
@@ -431,6 +444,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
             "inverted_mask_prior_multiplier",
             Some(train.inverted_mask_prior_multiplier),
         ),
+        ("correct_pred_norm_multiplier", Some(train.correct_pred_norm_multiplier)),
         ("max_cfg_scale", train.max_cfg_scale),
         (
             "diff_output_preservation_multiplier",
@@ -524,6 +538,21 @@ fn check(train: &TrainConfig, path: &str, report: &mut SupportReport) {
 }
 
 impl TrainConfig {
+    /// The key that cannot be used with `do_paramiter_swapping`, and why, if there is one.
+    #[must_use]
+    pub fn excluded_by_swapping(&self) -> Option<(&'static str, &'static str)> {
+        if !self.do_paramiter_swapping {
+            return None;
+        }
+        if !matches!(self.optimizer, OptimizerName::Adafactor | OptimizerName::Automagic) {
+            let why = "only `adafactor` and `automagic` swap parameters, in ai-toolkit too; use one of them or remove \
+                       `do_paramiter_swapping`";
+            return Some(("optimizer", why));
+        }
+        let why = "cannot be used together with `do_paramiter_swapping`: each step trains other tensors; use `gradient_accumulation`";
+        (self.gradient_accumulation_steps != 1).then_some(("gradient_accumulation_steps", why))
+    }
+
     /// The first key that shifts or spreads the time steps of flow models, if one is set.
     pub(super) fn shifts_timesteps(&self) -> Option<&'static str> {
         let keys = [

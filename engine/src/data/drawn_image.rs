@@ -8,6 +8,7 @@ use super::training_image::TrainingImage;
 use crate::error::Result;
 use crate::rng::TorchGenerator;
 use candle_core::Tensor;
+use image::RgbImage;
 
 /// An image as it is trained on once.
 pub struct DrawnImage {
@@ -23,22 +24,41 @@ impl DrawnImage {
     /// # Errors
     /// When the image is missing, damaged, or needs too much memory.
     pub fn load(item: &TrainingImage, options: &DatasetOptions, generator: &mut TorchGenerator) -> Result<Self> {
-        let loaded = match options.draws_crops() {
-            true => load_image(&TrainingImage {
-                plan: draw_square(
-                    options.scaled(item.size),
-                    options.resolution,
-                    options.random_scale,
-                    generator,
-                ),
-                ..item.clone()
-            }),
-            false => load_image(item),
-        };
-        let AugmentedImage { image, moves } = options.augmentations.apply(loaded?, generator);
+        let loaded = load_crop(item, options, generator)?;
+        let AugmentedImage { image, moves } = options.augmentations.apply(loaded, generator);
         Ok(Self {
             pixels: to_pixels(&image, item)?,
             moves,
         })
+    }
+
+    /// Loads the same image as [`Self::load`] with the same generator, without what `augmentations` changes: [3, h, w], float32 on the
+    /// CPU.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_unaugmented(
+        item: &TrainingImage,
+        options: &DatasetOptions,
+        generator: &mut TorchGenerator,
+    ) -> Result<Tensor> {
+        let loaded = load_crop(item, options, generator)?;
+        to_pixels(&options.augmentations.apply_built_in(loaded, generator), item)
+    }
+}
+
+/// Loads the image of an item, cut at random if its data set does that.
+fn load_crop(item: &TrainingImage, options: &DatasetOptions, generator: &mut TorchGenerator) -> Result<RgbImage> {
+    match options.draws_crops() {
+        true => load_image(&TrainingImage {
+            plan: draw_square(
+                options.scaled(item.size),
+                options.resolution,
+                options.random_scale,
+                generator,
+            ),
+            ..item.clone()
+        }),
+        false => load_image(item),
     }
 }

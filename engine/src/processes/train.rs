@@ -10,6 +10,7 @@ mod event_artifact;
 mod folder;
 mod image_batches;
 mod latents;
+mod learned_snr;
 mod loss_plot;
 mod objective;
 mod options;
@@ -42,7 +43,7 @@ use crate::device;
 use crate::error::{EngineError, Result};
 use crate::families::EncodedPrompts;
 use crate::residency::Residency;
-use crate::training::{ConditioningCache, LossMasks};
+use crate::training::{ConditioningCache, LossMasks, SharedLearnedSnr};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::dtype::DType;
@@ -201,6 +202,7 @@ impl<'a> Run<'a> {
             kept_saves: Vec::new(),
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
+            learned_snr: options::learns_snr(process).then(SharedLearnedSnr::default),
             misses_validation: false,
             reading: Duration::ZERO,
             metrics,
@@ -255,6 +257,7 @@ impl<'a> Run<'a> {
             }
             let started = Instant::now();
             self.reading = Duration::ZERO;
+            self.trainer.begin_step(step);
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
                 match self.micro_batch(step, micro) {
                     Err(EngineError::Stopped) => return self.end_at(cx, step),
@@ -380,6 +383,12 @@ mod full_tests;
 mod kontext_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod learned_snr_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod loss_target_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod lycoris_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -414,6 +423,9 @@ mod short_caption_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod slider_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod swapping_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -110,6 +110,23 @@ pub(super) fn guided_target(
     Ok((&unconditional + (target - &unconditional)?.broadcast_mul(scales)?)?)
 }
 
+/// The noise in the target of a prediction whose mean and standard deviation per item and channel are to be those of `base`: the noise
+/// changed as the prediction would have to be. `share`: how far they go there, from 0 to 1. Without a graph.
+///
+/// # Errors
+/// When shapes do not match.
+pub(super) fn corrected_noise(noise: &Tensor, prediction: &Tensor, base: &Tensor, share: f64) -> Result<Tensor> {
+    const EPSILON: f64 = 1e-5;
+    let ([mean, deviation], [base_mean, base_deviation]) = (
+        <[Tensor; 2]>::from(channel_statistics(&prediction.detach())?),
+        <[Tensor; 2]>::from(channel_statistics(&base.detach())?),
+    );
+    let towards = |own: &Tensor, base: &Tensor| own + ((base - own)? * share)?;
+    let normal = noise.broadcast_sub(&mean)?.broadcast_div(&(&deviation + EPSILON)?)?;
+    let wide = normal.broadcast_mul(&(towards(&deviation, &base_deviation)? + EPSILON)?)?;
+    Ok(wide.broadcast_add(&towards(&mean, &base_mean)?)?.detach())
+}
+
 /// The mean distance of the standard deviations of the channels of each item from `deviation`.
 ///
 /// # Errors

@@ -1,6 +1,7 @@
 //! Diffusion as in DDPM: the model predicts the noise or the velocity at one of the time steps of a noise schedule
 //! (J. Ho and others, 2020; T. Salimans and J. Ho, 2022).
 
+use super::flow_match::per_item;
 use super::objective::{DrawInputs, NoiseDraw, Objective};
 use super::random::{NoiseOptions, draw};
 use crate::error::{EngineError, Result};
@@ -83,13 +84,39 @@ impl Objective for Ddpm {
         }
     }
 
+    fn source(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<(Tensor, Tensor)> {
+        if self.schedule.prediction_type != PredictionType::Epsilon {
+            return Err(EngineError::Unsupported(
+                "train.loss_target: `source` and `unaugmented` need a model that predicts the noise (epsilon) or is trained by flow \
+                 matching; use `noise`"
+                    .into(),
+            ));
+        }
+        // As the samplers that count noise levels from 0: the noisy latents are there the image plus the noise times the level.
+        let (mut scales, mut levels, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+        for t in &drawn.timesteps {
+            // Without image at all, nothing can be said about it.
+            let snr = self.schedule.snr(index(*t)).map_err(schedule_error)?.max(1e-8);
+            scales.push(((1.0 + snr) / snr).sqrt());
+            levels.push(snr.sqrt().recip());
+            weights.push(snr);
+        }
+        let scaled = noisy.broadcast_mul(&per_item(noisy, scales.into_iter())?)?;
+        let noise = predicted.broadcast_mul(&per_item(noisy, levels.into_iter())?)?;
+        Ok(((scaled - noise)?, per_item(noisy, weights.into_iter())?))
+    }
+
     fn timestep_at(&self, level: f64) -> f32 {
         let (count, last) = (self.schedule.len() as f64, self.schedule.len().saturating_sub(1) as f64);
         (level * count).round_ties_even().min(last) as f32
     }
 
+    fn snr(&self, timestep: f32) -> Result<f32> {
+        self.schedule.snr(index(timestep)).map_err(schedule_error)
+    }
+
     fn loss_weight(&self, timestep: f32) -> Result<f64> {
-        let snr = f64::from(self.schedule.snr(index(timestep)).map_err(schedule_error)?);
+        let snr = f64::from(self.snr(timestep)?);
         let weighting = &self.weighting;
         let limited = snr.min(1000.0);
         let debiasing = match (weighting.debiased, self.schedule.prediction_type) {

@@ -98,10 +98,41 @@ impl Objective for FlowMatch {
         )?;
         Ok((noisy - predicted.broadcast_mul(&share)?)?)
     }
+
+    fn source(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<(Tensor, Tensor)> {
+        let weight = |t: &f32| (t / TRAIN_TIMESTEPS as f32).max(LEAST_SHARE).powi(-2);
+        Ok((
+            self.estimate(noisy, predicted, drawn)?,
+            per_item(noisy, drawn.timesteps.iter().map(weight))?,
+        ))
+    }
+
+    fn stepped_levels(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
+        let table = match &self.timesteps {
+            FlowTimesteps::Shift(params) => shifted(params, self.noise.table_len as usize, image_tokens)?,
+            FlowTimesteps::NextSample(params, steps) => shifted(params, *steps as usize, image_tokens)?,
+            // In ai-toolkit, the levels of all other tables are even, from 1 to 0.001.
+            _ => {
+                let even = |t: &f32| (t / TRAIN_TIMESTEPS as f32 - STEPPED_SHARE).max(LEAST_SHARE);
+                return Ok(drawn.timesteps.iter().map(even).collect());
+            }
+        };
+        let further = |t: &f32| {
+            let index = table.iter().position(|entry| entry == t)?;
+            // After the last entry there is no noise.
+            let next = table.get(index + STEPPED_ENTRIES).copied().unwrap_or(0.0);
+            Some(next / TRAIN_TIMESTEPS as f32)
+        };
+        let levels: Option<Vec<f32>> = drawn.timesteps.iter().map(further).collect();
+        levels.ok_or_else(|| EngineError::Internal("a time step outside of the table was drawn".into()))
+    }
 }
 
 /// The least share of noise by which [`Objective::estimate`] moves, as in ai-toolkit.
 const LEAST_SHARE: f32 = 0.001;
+/// How far `loss_type: stepped` steps, in entries of the table of time steps, and in noise levels where they are even.
+const STEPPED_ENTRIES: usize = 50;
+const STEPPED_SHARE: f32 = 0.05;
 
 /// One number per item, [b, 1, …], in the rank and on the device of `x`.
 pub(super) fn per_item(x: &Tensor, values: impl Iterator<Item = f32>) -> Result<Tensor> {

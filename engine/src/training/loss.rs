@@ -1,8 +1,9 @@
 //! The loss of one micro-batch.
 
-use super::comparison::{Comparison, guided_target, mean_of_items, scaled_to_norm, spread_loss};
+use super::comparison::{Comparison, corrected_noise, guided_target, mean_of_items, scaled_to_norm, spread_loss};
 use super::flow_match::per_item;
 use super::flow_timesteps::TRAIN_TIMESTEPS;
+use super::learned_snr::LearnedWeights;
 use super::objective::{NoiseDraw, Objective};
 use super::spectrum::spectrum;
 use crate::error::{EngineError, Result};
@@ -16,6 +17,14 @@ pub use super::comparison::LossKind;
 pub struct LossOptions {
     /// The elementwise loss function.
     pub kind: LossKind,
+    /// `loss_type: stepped`: the images are compared to which a step of the sampler leads, if the true noise is taken out there.
+    pub stepped: bool,
+    /// `loss_target: source` and `unaugmented`: the images are compared to which predictions lead, with `1 / level^2`, and nothing
+    /// changes the target.
+    pub source: bool,
+    /// `correct_pred_norm_multiplier`, if it is on: how far the noise in the target goes towards the mean and the standard deviation of
+    /// what the model predicts without the adapter ([`References::corrects_norm`]).
+    pub norm_correction: Option<f64>,
     /// `noisy_latent_multiplier`: the factor of the noisy latents.
     pub noisy_multiplier: f64,
     /// `match_noise_norm`: each item of the prediction is scaled to the norm of its noise.
@@ -48,6 +57,9 @@ impl Default for LossOptions {
     fn default() -> Self {
         Self {
             kind: LossKind::Mse,
+            stepped: false,
+            source: false,
+            norm_correction: None,
             noisy_multiplier: 1.0,
             match_noise_norm: false,
             prediction_scale: 1.0,
@@ -64,6 +76,9 @@ impl Default for LossOptions {
         }
     }
 }
+
+/// The factor of the loss of [`LossOptions::stepped`], with which it is about as large as that of velocities, as in ai-toolkit.
+const STEPPED_FACTOR: f32 = 10.0;
 
 /// How the target moves away from the unconditional prediction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,12 +102,20 @@ pub struct EstimateLoss {
 pub struct References {
     /// That of the model without the adapter. It is the target, unless the options or `outside_mask` use it otherwise.
     pub base: Option<Vec<Tensor>>,
+    /// Whether `base` corrects the noise in the target ([`LossOptions::norm_correction`]).
+    pub corrects_norm: bool,
     /// The unconditional one.
     pub unconditional: Option<Vec<Tensor>>,
     /// The scale of [`LossOptions::guidance`] for each item.
     pub guidance_scales: Vec<f64>,
     /// The weight of each position outside of the masks, [b, 1, …], float32: [`LossMasks::outside`](super::LossMasks::outside).
     pub outside_mask: Option<Tensor>,
+    /// The latents of the images before `augmentations`, which [`LossOptions::source`] compares with. `None`: the trained latents.
+    pub unaugmented: Option<Vec<Tensor>>,
+    /// The learned weights of the items (`learnable_snr_gos`), which count for all that is in their losses. `None`: all 1.
+    pub learned: Option<LearnedWeights>,
+    /// The noise level to which [`LossOptions::stepped`] steps, for each item: [`Objective::stepped_levels`].
+    pub stepped_levels: Vec<f32>,
 }
 
 /// The inputs of one training forward pass.
@@ -211,7 +234,7 @@ pub fn loss(
 /// What each latent tensor's prediction is compared with, before guidance.
 fn targets(objective: &dyn Objective, options: &LossOptions, batch: &MicroBatch) -> Result<Vec<Tensor>> {
     let references = &batch.references;
-    let is_base_target = !options.diverges && references.outside_mask.is_none();
+    let is_base_target = !options.diverges && references.outside_mask.is_none() && options.norm_correction.is_none();
     if let Some(base) = references.base.as_ref().filter(|_| is_base_target) {
         return Ok(base.clone());
     }
@@ -260,7 +283,15 @@ impl LatentLoss<'_> {
         if options.prediction_scale != 1.0 {
             prediction = (prediction * options.prediction_scale)?;
         }
-        let mut target = self.guided(target)?;
+        let target = match (options.norm_correction, &batch.references.base) {
+            (Some(share), Some(base)) if batch.references.corrects_norm => {
+                // Of models that predict the noise, the target is the noise.
+                let base = base.get(index).ok_or_else(missing)?.to_dtype(DType::F32)?;
+                corrected_noise(target, &prediction, &base, share)?
+            }
+            _ => target.clone(),
+        };
+        let mut target = self.guided(&target)?;
         if let Some(scale) = options.differential_guidance {
             let predicted = prediction.detach();
             target = (&predicted + ((target - &predicted)? * scale)?)?;
@@ -272,22 +303,44 @@ impl LatentLoss<'_> {
             ),
             None => None,
         };
-        // What is compared, and the weight of each item.
-        let (compared, comparison) = match (options.estimate, &estimate) {
-            (Some(of), Some(estimate)) => {
-                target = latents.clone();
-                (
-                    estimate,
-                    Comparison::weighted(options.kind, self.velocity_weights(of, latents)?),
-                )
-            }
-            _ => (&prediction, Comparison::of(options.kind)),
+        // What is compared with the prediction without the adapter.
+        let own = match (options.estimate, &estimate) {
+            (Some(_), Some(estimate)) => estimate,
+            _ => &prediction,
         };
         let mask = batch.mask.as_ref().filter(|_| index == 0);
         let whole = self.objective.weights_whole_loss();
-        let mut items = (comparison.of_items(compared, &target, mask)? * self.weights(&batch.weights, true)?)?;
+        let mut items = if options.source {
+            let noisy = noisy.ok_or_else(missing)?;
+            let (image, weights) = self.objective.source(noisy, &prediction, &batch.drawn)?;
+            let expected = match &batch.references.unaugmented {
+                Some(unaugmented) => unaugmented.get(index).ok_or_else(missing)?,
+                None => latents,
+            };
+            // The weights of flow models' time steps do not count here, as in ai-toolkit.
+            (Comparison::weighted(LossKind::Mse, Some(weights)).of_items(&image, expected, mask)?
+                * self.weights(&batch.weights, whole)?)?
+        } else {
+            let (compared, comparison) = match (options.estimate, options.stepped) {
+                (Some(of), _) => {
+                    target = latents.clone();
+                    (
+                        own.clone(),
+                        Comparison::weighted(options.kind, self.velocity_weights(of, latents)?),
+                    )
+                }
+                (None, true) => {
+                    target = latents.clone();
+                    let image = self.stepped(noisy.ok_or_else(missing)?, &prediction, noise)?;
+                    let factor = per_item(latents, batch.drawn.timesteps.iter().map(|_| STEPPED_FACTOR))?;
+                    (image, Comparison::weighted(options.kind, Some(factor)))
+                }
+                (None, false) => (prediction.clone(), Comparison::of(options.kind)),
+            };
+            (comparison.of_items(&compared, &target, mask)? * self.weights(&batch.weights, true)?)?
+        };
         if let (Some(base), true) = (&batch.references.base, options.diverges) {
-            let apart = Comparison::of(LossKind::Mse).of_items(compared, base.get(index).ok_or_else(missing)?, mask)?;
+            let apart = Comparison::of(LossKind::Mse).of_items(own, base.get(index).ok_or_else(missing)?, mask)?;
             items = (items - (apart * self.weights(&batch.weights, whole)?)?)?;
         }
         if let (Some(base), Some(outside)) = (
@@ -298,10 +351,13 @@ impl LatentLoss<'_> {
                 LossKind::Mae => LossKind::Mae,
                 LossKind::Mse | LossKind::PseudoHuber => LossKind::Mse,
             };
-            let kept = Comparison::of(kind).of_items(compared, base.get(index).ok_or_else(missing)?, Some(outside))?;
+            let kept = Comparison::of(kind).of_items(own, base.get(index).ok_or_else(missing)?, Some(outside))?;
             // In ai-toolkit the weight of an item (`loss_multiplier`) does not count here.
-            let own = vec![options.outside_mask; batch.weights.len()];
-            items = (items + (kept * self.weights(&own, whole)?)?)?;
+            let factors = vec![options.outside_mask; batch.weights.len()];
+            items = (items + (kept * self.weights(&factors, whole)?)?)?;
+        }
+        if let Some(learned) = &batch.references.learned {
+            items = learned.weighted(&items)?;
         }
         let mut total = items.mean_all()?;
         if let Some(deviation) = options.deviation {
@@ -316,6 +372,30 @@ impl LatentLoss<'_> {
             total = (total + mean_of_items(&difference)?.mean_all()?)?;
         }
         Ok(total)
+    }
+
+    /// The images to which the predicted velocities lead: a step of the sampler to [`References::stepped_levels`], where the noise is
+    /// taken out.
+    fn stepped(&self, noisy: &Tensor, prediction: &Tensor, noise: &Tensor) -> Result<Tensor> {
+        let (levels, timesteps) = (&self.batch.references.stepped_levels, &self.batch.drawn.timesteps);
+        if levels.len() != timesteps.len() {
+            return Err(EngineError::Internal(
+                "a micro-batch lacks the levels of `stepped`".into(),
+            ));
+        }
+        let steps = levels
+            .iter()
+            .zip(timesteps)
+            .map(|(to, t)| to - t / TRAIN_TIMESTEPS as f32);
+        let stepped = (noisy + prediction.broadcast_mul(&per_item(noisy, steps)?)?)?;
+        let left = per_item(
+            noisy,
+            levels
+                .iter()
+                .map(|to| *to * self.options.target_noise_multiplier as f32),
+        )?;
+        let image = (stepped - noise.broadcast_mul(&left)?)?;
+        Ok(image.broadcast_div(&per_item(noisy, levels.iter().map(|to| 1.0 - to))?)?)
     }
 
     /// The target after the guidance loss.

@@ -16,6 +16,7 @@ mod flow_match;
 mod flow_timesteps;
 mod latent_options;
 mod latents;
+mod learned_snr;
 mod loss;
 mod loss_scale;
 mod masks;
@@ -24,6 +25,7 @@ mod pixel_options;
 mod random;
 mod slider;
 mod spectrum;
+mod swapped_parameters;
 mod text_embeddings;
 mod trainer;
 
@@ -34,6 +36,7 @@ pub use flow_match::{FlowMatch, step_to};
 pub use flow_timesteps::{FlowShift, FlowTimesteps, FlowWeighting};
 pub use latent_options::{ChannelStatistics, LatentOptions};
 pub use latents::LatentStore;
+pub use learned_snr::{LEARNED_SNR_FILE, LearnedSnr, LearnedWeights, SharedLearnedSnr};
 pub use loss::{
     EstimateLoss, GuidanceLoss, LossKind, LossOptions, MicroBatch, Predict, References, loss, noisy_latents,
 };
@@ -42,6 +45,7 @@ pub use objective::{DrawInputs, NoiseDraw, Objective};
 pub use pixel_options::PixelOptions;
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};
+pub use swapped_parameters::SwappedParameters;
 pub use text_embeddings::TextEmbeddings;
 pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};

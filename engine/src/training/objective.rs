@@ -35,6 +35,9 @@ impl NoiseDraw {
 pub struct DrawInputs<'a> {
     /// The latents that get the noise, one tensor or several, [b, channels, …], float32 on the CPU.
     pub latents: &'a [Tensor],
+    /// The latents of the same images without `augmentations`, which get the noise instead, with half of the difference in it
+    /// (`loss_target: differential_noise`).
+    pub unaugmented: Option<&'a [Tensor]>,
     /// Tokens that the model makes of an item ([`Model::image_tokens`](crate::families::Model::image_tokens)).
     pub image_tokens: usize,
     /// For each item, the text that seeds its noise if it is the same each time.
@@ -49,6 +52,7 @@ impl<'a> DrawInputs<'a> {
     pub const fn new(latents: &'a [Tensor]) -> Self {
         Self {
             latents,
+            unaugmented: None,
             image_tokens: 0,
             noise_seeds: &[],
             regularisation: false,
@@ -104,6 +108,17 @@ pub trait Objective: Send + Sync + Debug {
     /// When the time step does not exist.
     fn loss_weight(&self, timestep: f32) -> Result<f64>;
 
+    /// The signal-to-noise ratio at this time step.
+    ///
+    /// # Errors
+    /// When the model is not trained by diffusion, or the time step does not exist.
+    fn snr(&self, timestep: f32) -> Result<f32> {
+        let _ = timestep;
+        Err(EngineError::Unsupported(
+            "`learnable_snr_gos` needs a diffusion model: flow matching has no signal-to-noise ratios".into(),
+        ))
+    }
+
     /// Whether that factor is also that of what is added to an item's loss (by masks and divergence). In ai-toolkit, weights by
     /// signal-to-noise ratio are, and weights of flow models' time steps are not.
     fn weights_whole_loss(&self) -> bool;
@@ -116,6 +131,24 @@ pub trait Objective: Send + Sync + Debug {
         let _ = (noisy, predicted, drawn);
         Err(EngineError::Unsupported(
             "`t0_loss_target` and `do_fft_loss` need a flow-matching model".into(),
+        ))
+    }
+
+    /// The image to which the prediction leads in one step from the noisy latents, and `1 / level^2` of each item, [b, 1, …], with the
+    /// noise level that belongs to an image of full strength.
+    ///
+    /// # Errors
+    /// When shapes do not match, or the model predicts neither the noise nor the velocity of flow matching.
+    fn source(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<(Tensor, Tensor)>;
+
+    /// The noise level of each item 50 entries of the table of 1000 time steps further (`loss_type: stepped`).
+    ///
+    /// # Errors
+    /// When the model does not predict the velocity of flow matching, or the scheduler's config is wrong.
+    fn stepped_levels(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
+        let _ = (drawn, image_tokens);
+        Err(EngineError::Unsupported(
+            "`loss_type: stepped` needs a flow-matching model".into(),
         ))
     }
 }

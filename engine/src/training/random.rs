@@ -88,6 +88,9 @@ impl Default for NoiseOptions {
     }
 }
 
+/// The share of the difference that augmentations make in the latents that `loss_target: differential_noise` adds to the noise.
+const DIFFERENTIAL_SHARE: f64 = 0.5;
+
 /// The generator of a micro-batch: captions draw from it first, then [`draw`].
 #[must_use]
 pub fn batch_generator(seed: u64, step: u64, micro: u64) -> TorchGenerator {
@@ -159,6 +162,11 @@ pub(super) fn draw_noise(
         }
         if options.dynamic_offset && !inputs.regularisation {
             noise = noise.broadcast_add(&(channel_means(latents)? / 2.0)?)?;
+        }
+        let mut latents = latents;
+        if let Some(unaugmented) = inputs.unaugmented.and_then(|all| all.get(index)) {
+            noise = (noise + ((latents - unaugmented)? * DIFFERENTIAL_SHARE)?)?;
+            latents = unaugmented;
         }
         if options.multiplier != 1.0 {
             noise = (noise * options.multiplier)?;

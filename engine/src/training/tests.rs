@@ -9,6 +9,7 @@ mod noise_options;
 mod options;
 mod portable;
 mod sd35;
+mod targets;
 mod zimage;
 
 use super::*;

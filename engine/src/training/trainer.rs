@@ -1,13 +1,15 @@
 //! The trainer: gradient accumulation, clipping, optimizer step and EMA.
 
+use super::learned_snr::{LearnedSnr, SharedLearnedSnr};
 use super::loss_scale::LossScale;
+use super::swapped_parameters::SwappedParameters;
 use crate::autograd::{Tape, record};
 use crate::error::{EngineError, Result};
 use crate::optim::{
     Ema, Grads, OptimError, Optimizer, Param, Schedule, SquareSums, clip_factor, clip_grad_norm, global_norm,
     scale_gradient, sum_of_squares, with_stochastic_rounding,
 };
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Tensor, TensorId};
 use std::collections::{BTreeMap, HashMap};
 
 /// The parts of a [`Trainer`].
@@ -57,12 +59,20 @@ pub struct Trainer {
     preservation_losses: Vec<f64>,
     non_finite_losses: u64,
     loss_scale: Option<LossScale>,
+    /// Which parameters each step trains. `None`: all.
+    swapped: Option<SwappedParameters>,
+    /// Whether each parameter is trained in this step. `None`: all are.
+    trained: Option<Vec<bool>>,
+    /// The learned weights of the loss, which a checkpoint stores with the optimizer's state.
+    learned_snr: Option<SharedLearnedSnr>,
     /// The seed of stochastic rounding. `None`: weights are float32, or rounded to the nearest number.
     rounding_seed: Option<u64>,
 }
 
 /// The name of the loss scale among the tensors of the optimizer.
 const LOSS_SCALE: &str = "loss_scale";
+/// The name of the learned weights of the loss among them.
+const LEARNED_SNR: &str = "learnable_snr_gos";
 
 impl Trainer {
     /// Creates a trainer without gradients.
@@ -76,6 +86,9 @@ impl Trainer {
             preservation_losses: Vec::new(),
             non_finite_losses: 0,
             loss_scale: None,
+            swapped: None,
+            trained: None,
+            learned_snr: None,
             rounding_seed: None,
         }
     }
@@ -86,6 +99,54 @@ impl Trainer {
     #[must_use]
     pub fn with_loss_scaling(mut self) -> Self {
         self.loss_scale = Some(LossScale::default());
+        self
+    }
+
+    /// Trains a changing share of the parameters: [`Trainer::begin_step`] chooses them.
+    #[must_use]
+    pub fn with_swapped_parameters(mut self, swapped: SwappedParameters) -> Self {
+        self.swapped = Some(swapped);
+        self
+    }
+
+    /// Begins step number `step`, before its micro-batches.
+    pub fn begin_step(&mut self, step: u64) {
+        self.trained = self.swapped.as_ref().map(|swapped| swapped.trained_in(step));
+    }
+
+    /// The index of each parameter that is trained in this step, by the id of its tensor.
+    fn trained_by_id(&self) -> HashMap<TensorId, usize> {
+        let params = self.options.params.iter().enumerate();
+        let is_trained = |index: usize| {
+            let trained = self.trained.as_ref();
+            trained.is_none_or(|trained| trained.get(index).copied().unwrap_or(false))
+        };
+        params
+            .filter(|(index, _)| is_trained(*index))
+            .map(|(index, param)| (param.var.id(), index))
+            .collect()
+    }
+
+    /// The gradients of the parameters that are trained in this step. Those of others are freed as soon as they are complete.
+    fn trained_gradients(&self, loss: &Tensor, tape: Tape) -> Result<Grads> {
+        let index_by_id = self.trained_by_id();
+        let mut grads: Grads = vec![None; self.options.params.len()];
+        tape.backward_each_from((loss, self.loss_gradient(loss)?), |id, gradient| {
+            if let Some(grad) = index_by_id.get(&id).and_then(|index| grads.get_mut(*index)) {
+                *grad = Some(match self.loss_scale {
+                    Some(scale) => scale.unscale(&gradient.detach())?,
+                    None => gradient.detach(),
+                });
+            }
+            Ok::<_, EngineError>(())
+        })?;
+        Ok(grads)
+    }
+
+    /// Saves and restores these learned weights of the loss with its own state.
+    #[must_use]
+    pub fn with_learned_snr(mut self, learned: SharedLearnedSnr) -> Self {
+        self.learned_snr = Some(learned);
         self
     }
 
@@ -131,15 +192,20 @@ impl Trainer {
         let Some((loss, tape)) = self.forward(loss)? else {
             return Ok(());
         };
-        let gradient = self.loss_gradient(&loss)?;
-        let store = tape.backward_from([(loss, gradient)])?;
-        let params = self.options.params.iter();
-        let grads = params.map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
-        let grads: Grads = match self.loss_scale {
-            None => grads.collect(),
-            Some(scale) => grads
-                .map(|grad| grad.map(|grad| scale.unscale(&grad)).transpose())
-                .collect::<candle_core::Result<_>>()?,
+        let grads = match self.trained {
+            Some(_) => self.trained_gradients(&loss, tape)?,
+            None => {
+                let gradient = self.loss_gradient(&loss)?;
+                let store = tape.backward_from([(loss, gradient)])?;
+                let params = self.options.params.iter();
+                let grads = params.map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
+                match self.loss_scale {
+                    None => grads.collect(),
+                    Some(scale) => grads
+                        .map(|grad| grad.map(|grad| scale.unscale(&grad)).transpose())
+                        .collect::<candle_core::Result<_>>()?,
+                }
+            }
         };
         match &mut self.accumulated {
             None => self.accumulated = Some(grads),
@@ -213,12 +279,8 @@ impl Trainer {
             None => Ok(gradient),
         };
         let rounding_seed = self.rounding_seed;
+        let index_by_id = self.trained_by_id();
         let (params, optimizer) = (&self.options.params, &mut self.options.optimizer);
-        let index_by_id: HashMap<_, _> = params
-            .iter()
-            .enumerate()
-            .map(|(index, p)| (p.var.id(), index))
-            .collect();
         let mut squares = vec![0.0; params.len()];
         let clip_norm = self
             .options
@@ -387,6 +449,9 @@ impl Trainer {
         if let Some(scale) = self.loss_scale {
             optimizer.insert(LOSS_SCALE.to_owned(), scale.state()?);
         }
+        if let Some(learned) = &self.learned_snr {
+            optimizer.insert(LEARNED_SNR.to_owned(), learned.get().state()?);
+        }
         out.insert("optimizer", optimizer);
         let mut updates = 0;
         if let Some(ema) = &self.options.ema {
@@ -453,6 +518,9 @@ impl Trainer {
         // A state of another dtype has no scale, or one that is not used here.
         if let (Some(tensor), Some(scale)) = (optimizer.remove(LOSS_SCALE), &mut self.loss_scale) {
             *scale = LossScale::from_state(&tensor)?;
+        }
+        if let (Some(tensor), Some(learned)) = (optimizer.remove(LEARNED_SNR), &self.learned_snr) {
+            learned.set(LearnedSnr::from_state(&tensor)?);
         }
         self.options.optimizer.load_state(&optimizer).map_err(optim_error)?;
         // A state without EMA, from before EMA was turned on: the average starts with the current weights.

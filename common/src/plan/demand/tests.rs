@@ -462,7 +462,10 @@ fn predictions_to_compare_with_are_a_third_of_a_step_each() {
         Demand::of_job(&job, None, &[]).unwrap().passes()
     };
     let plain = units(&|_| ());
-    let cases: [(&str, f64, Change<'_>); 5] = [
+    let cases: [(&str, f64, Change<'_>); 6] = [
+        ("correct_pred_norm", 4.0 / 3.0, &|body| {
+            body["train"]["correct_pred_norm"] = json!(true)
+        }),
         ("masks alone", 1.0, &|body| {
             body["datasets"][0]["mask_path"] = json!("masks")
         }),

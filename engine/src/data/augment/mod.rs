@@ -70,16 +70,21 @@ impl Augmentations {
         self.built_in.is_empty() && self.list.is_empty()
     }
 
+    /// Changes an image with `augments` alone, which come before `augmentations`, with the same draws as [`Self::apply`].
+    #[must_use]
+    pub fn apply_built_in(&self, image: RgbImage, generator: &mut TorchGenerator) -> RgbImage {
+        self.built_in
+            .iter()
+            .fold(image, |image, augmentation| match augmentation {
+                BuiltInAugmentation::ColorJitter => pillow::color_jitter(image, generator),
+                BuiltInAugmentation::RandomEqualize => pillow::random_equalize(image, generator),
+            })
+    }
+
     /// Changes an image. Draws float64 numbers from `rand` (docs/randomness.md lists them).
     #[must_use]
     pub fn apply(&self, image: RgbImage, generator: &mut TorchGenerator) -> AugmentedImage {
-        let mut image = image;
-        for augmentation in &self.built_in {
-            image = match augmentation {
-                BuiltInAugmentation::ColorJitter => pillow::color_jitter(image, generator),
-                BuiltInAugmentation::RandomEqualize => pillow::random_equalize(image, generator),
-            };
-        }
+        let mut image = self.apply_built_in(image, generator);
         let order: Vec<usize> = match self.shuffle {
             true => shuffled(self.list.len(), generator),
             false => (0..self.list.len()).collect(),

@@ -252,6 +252,29 @@ impl TrainingData {
         Ok((Tensor::stack(&out, 0)?, moves))
     }
 
+    /// The latents of a batch's images before their `augmentations`, [b, c, h, w] on the CPU, whose crops and `augments` are those of
+    /// [`Self::latents`]. `None`: its data set has no `augmentations`.
+    pub(super) fn unaugmented_latents(
+        &self,
+        batch: &Batch,
+        (step, micro): (u64, u64),
+        latents: &LatentStore,
+        codec: &dyn Codec,
+    ) -> Result<Option<Tensor>> {
+        let options = &self.datasets[batch.dataset].options;
+        if options.augmentations.list.is_empty() {
+            return Ok(None);
+        }
+        let mut out = Vec::with_capacity(batch.items.len());
+        for (place, item) in self.items_of(batch).enumerate() {
+            let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
+            let pixels = DrawnImage::load_unaugmented(item, options, &mut generator)?;
+            let name = self.name_of_draw("unaugmented", place, (step, micro));
+            out.push(latents.encode_drawn(&pixels, codec, &name)?);
+        }
+        Ok(Some(Tensor::stack(&out, 0)?))
+    }
+
     /// What seeds the codec's posterior of an image that was drawn for a place in a batch.
     fn name_of_draw(&self, what: &str, place: usize, (step, micro): (u64, u64)) -> String {
         format!("{}/{what}/{place}/{step}/{micro}", self.seed)

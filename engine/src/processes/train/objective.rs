@@ -1,12 +1,12 @@
 //! The objective of a run: diffusion or flow matching, by the family of the model.
 
 use super::options;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::families::Model;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{Ddpm, FlowMatch, FlowShift, FlowTimesteps, FlowWeighting, Objective};
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::job::train::TimestepType;
+use aitk_common::job::train::{LossTarget, TimestepType};
 
 /// The objective that the config and the model's scheduler ask for.
 ///
@@ -26,11 +26,33 @@ pub(super) fn objective(process: &TrainerProcess, model: &dyn Model) -> Result<B
     if process.model.is_v_pred {
         schedule.prediction_type = PredictionType::VPrediction;
     }
+    if schedule.prediction_type == PredictionType::VPrediction {
+        check_v_prediction(process)?;
+    }
     Ok(Box::new(Ddpm {
         noise: options::noise_options(process, schedule.len()),
         weighting: options::snr_weighting(process),
         schedule,
     }))
+}
+
+/// Refuses what only models can train that predict the noise.
+fn check_v_prediction(process: &TrainerProcess) -> Result<()> {
+    let train = &process.train;
+    if train.correct_pred_norm {
+        return Err(EngineError::bad_input(
+            "train.correct_pred_norm: this model predicts the velocity (`prediction_type: v_prediction`), and this option corrects a \
+             prediction of the noise; in ai-toolkit it would train such a model to predict the noise. Remove the key",
+        ));
+    }
+    if matches!(train.loss_target, LossTarget::Source | LossTarget::Unaugmented) {
+        return Err(EngineError::bad_input(format!(
+            "train.loss_target: `{}` needs a model that predicts the noise or is trained by flow matching, and this one predicts the \
+             velocity (`prediction_type: v_prediction`); use `noise`",
+            train.loss_target
+        )));
+    }
+    Ok(())
 }
 
 /// The time steps of `train.timestep_type`.

@@ -25,7 +25,7 @@ use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::save::SaveFormat;
-use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossType};
+use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType};
 use aitk_common::job::values::{ImageSize, TextSource};
 use aitk_common::model_files::PartPaths;
 use sha2::{Digest, Sha256};
@@ -74,18 +74,28 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
              remove the text encoders from memory before the training; turn one of them off",
         ));
     }
-    if matches!(process.train.loss_type, LossType::Stepped | LossType::MeanFlow) {
-        return unsupported(format!(
-            "train.loss_type: `{}` is not supported yet: use `mse`, `mae` or `pseudo_huber`",
-            process.train.loss_type
-        ));
+    if process.train.loss_type == LossType::MeanFlow {
+        return unsupported(
+            "train.loss_type: `mean_flow` needs the `mean_flow` adapter of ai-toolkit, which is not supported: use `mse`, `mae` or \
+             `pseudo_huber`"
+                .into(),
+        );
+    }
+    if process.train.learnable_snr_gos && arch.is_flow() {
+        return Err(EngineError::bad_input(format!(
+            "train.learnable_snr_gos: `arch: {arch}` is trained by flow matching, which has no signal-to-noise ratios; remove the key"
+        )));
+    }
+    if let Some((key, why)) = process.train.excluded_by_swapping() {
+        return Err(EngineError::bad_input(format!("train.{key}: {why}")));
     }
     let uses_base = process.train.inverted_mask_prior
         || process.train.do_prior_divergence
+        || process.train.correct_pred_norm
         || process.datasets.iter().any(|dataset| dataset.prior_reg);
     if process.trains_whole_model() && uses_base {
         return Err(EngineError::bad_input(
-            "`inverted_mask_prior`, `do_prior_divergence` and `prior_reg` need a `network`: they compare with what the model predicts \
+            "`inverted_mask_prior`, `do_prior_divergence`, `correct_pred_norm` and `prior_reg` need a `network`: they compare with what the model predicts \
              without it",
         ));
     }
@@ -368,10 +378,13 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
             LossType::Mae => LossKind::Mae,
             LossType::PseudoHuber => LossKind::PseudoHuber,
             // Haar's transform is orthonormal, so the mean of squares of `wavelet` is that of `mse`.
-            LossType::Mse | LossType::Wavelet => LossKind::Mse,
-            // `check_supported` refuses them.
-            LossType::Stepped | LossType::MeanFlow => LossKind::Mse,
+            LossType::Mse | LossType::Wavelet | LossType::Stepped => LossKind::Mse,
+            // `check_supported` refuses it.
+            LossType::MeanFlow => LossKind::Mse,
         },
+        stepped: train.loss_type == LossType::Stepped,
+        source: uses_source(process),
+        norm_correction: train.correct_pred_norm.then_some(train.correct_pred_norm_multiplier),
         noisy_multiplier: train.noisy_latent_multiplier,
         match_noise_norm: train.match_noise_norm,
         prediction_scale: train.pred_scaler,
@@ -390,7 +403,8 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
         estimate: train.t0_loss_target.then_some(EstimateLoss {
             weighted: train.t0_velocity_equiv_weight,
         }),
-        spectrum: train.do_fft_loss.then_some(EstimateLoss {
+        // As in ai-toolkit, it is no part of the loss of `source`.
+        spectrum: (train.do_fft_loss && !uses_source(process)).then_some(EstimateLoss {
             weighted: train.do_fft_velocity_equiv_weight,
         }),
         diverges: train.do_prior_divergence,
@@ -398,6 +412,25 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
         deviation: train.target_norm_std.then_some(train.target_norm_std_value),
         max: train.max_loss,
     }
+}
+
+/// Whether the noise in the target is corrected by the prediction without the adapter. In ai-toolkit, a preservation loss has that
+/// prediction for itself.
+pub(super) fn corrects_norm(process: &TrainerProcess) -> bool {
+    let train = &process.train;
+    let preserves = train.diff_output_preservation || train.blank_prompt_preservation;
+    train.correct_pred_norm && !preserves && !uses_source(process)
+}
+
+/// Whether the loss compares images instead of noise or velocities (`loss_target`).
+fn uses_source(process: &TrainerProcess) -> bool {
+    matches!(process.train.loss_target, LossTarget::Source | LossTarget::Unaugmented)
+}
+
+/// Whether the loss compares with the images before their `augmentations`.
+pub(super) fn uses_unaugmented(process: &TrainerProcess) -> bool {
+    let target = process.train.loss_target;
+    matches!(target, LossTarget::Unaugmented | LossTarget::DifferentialNoise) && !process.kind.is_slider()
 }
 
 /// Converts the options of the latents.
@@ -441,9 +474,18 @@ pub(super) fn guidance_scales(process: &TrainerProcess, items: usize, generator:
     }
 }
 
+/// Whether weights of the loss by the signal-to-noise ratio are learned. A slider has losses of its own.
+pub(super) fn learns_snr(process: &TrainerProcess) -> bool {
+    process.train.learnable_snr_gos && !process.kind.is_slider()
+}
+
 /// Converts the weighting of the loss.
 pub(super) fn snr_weighting(process: &TrainerProcess) -> SnrWeighting {
     let train = &process.train;
+    if learns_snr(process) {
+        // It takes the place of the others.
+        return SnrWeighting::default();
+    }
     let positive = |g: Option<f64>| g.filter(|g| *g > 1e-6);
     SnrWeighting {
         min_snr_gamma: positive(train.min_snr_gamma),

@@ -63,6 +63,7 @@ pub(super) fn has_all_steps(spec: &AttemptSpec, folder: &RunFolder, steps: u64) 
 impl Run<'_> {
     /// Finds the state to resume from and restores it.
     pub(super) fn resume(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        self.start_learned_snr(cx)?;
         if let Some(folder) = &cx.spec.resume_from {
             let checkpoint = Checkpoint::open(folder).map_err(checkpoint_error)?;
             self.restore(&checkpoint).map_err(|e| {
@@ -247,14 +248,18 @@ impl Run<'_> {
     }
 
     /// A trainer with a new optimizer, and with a new EMA of the weights as they are now.
-    fn new_trainer(&self) -> Result<Trainer> {
-        super::run::trainer(
+    pub(super) fn new_trainer(&self) -> Result<Trainer> {
+        let trainer = super::run::trainer(
             self.process,
             &self.target,
             &self.memory_options,
             self.compute.dtype,
             self.seed,
-        )
+        )?;
+        Ok(match &self.learned_snr {
+            Some(learned) => trainer.with_learned_snr(learned.clone()),
+            None => trainer,
+        })
     }
 
     /// Restores the complete state of a checkpoint.

@@ -13,8 +13,8 @@ use crate::error::{EngineError, Result};
 use crate::families::Model;
 use crate::optim::{Ema, Param, Schedule, ScheduleParams};
 use crate::training::{
-    ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, PixelOptions, Trainer,
-    TrainerOptions,
+    ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, PixelOptions, SharedLearnedSnr,
+    SwappedParameters, Trainer, TrainerOptions,
 };
 use aitk_common::job::lr_factor::lr_factor;
 use aitk_common::job::process::TrainerProcess;
@@ -59,6 +59,8 @@ pub(super) struct Run<'a> {
     pub(super) non_finite_steps: u64,
     /// The images on which the loss is measured now and then.
     pub(super) validation: Option<Arc<Validation>>,
+    /// The learned weights of the loss (`train.learnable_snr_gos`).
+    pub(super) learned_snr: Option<SharedLearnedSnr>,
     /// The run was told to stop before this was done after the last step.
     pub(super) misses_validation: bool,
     /// The time in which this step read and encoded images.
@@ -121,6 +123,13 @@ pub(super) fn trainer(
     } else {
         None
     };
+    let swapped = match train.do_paramiter_swapping {
+        true => {
+            let sizes = params.iter().map(|param| param.var.elem_count()).collect();
+            Some(SwappedParameters::new(sizes, train.paramiter_swapping_factor, seed)?)
+        }
+        false => None,
+    };
     let max_grad_norm = Some(train.max_grad_norm).filter(|n| *n > 0.0);
     let trainer = Trainer::new(TrainerOptions {
         params,
@@ -131,6 +140,10 @@ pub(super) fn trainer(
         // The gradients of a LoRA are small, so it needs no fused backward pass.
         fused_backward: memory_options.fused_backward && matches!(target, Target::Model(_)),
     });
+    let trainer = match swapped {
+        Some(swapped) => trainer.with_swapped_parameters(swapped),
+        None => trainer,
+    };
     Ok(match (dtype, target) {
         (DType::F16, _) => trainer.with_loss_scaling(),
         (DType::BF16, Target::Model(_)) => trainer.with_stochastic_rounding(seed),

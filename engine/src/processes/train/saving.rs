@@ -45,6 +45,7 @@ impl Run<'_> {
         cx.phase("saving");
         self.write_loss_plot(cx, steps);
         self.write_event_file(cx, steps);
+        self.write_learned_snr(cx, steps)?;
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;
         self.remove_interrupted_saves(cx, &path)?;
@@ -105,6 +106,7 @@ impl Run<'_> {
         let save = self.folder.step_save(step);
         self.write_save(cx, &save, step)?;
         self.remove_interrupted_saves(cx, &save)?;
+        self.write_learned_snr(cx, step)?;
         self.write_loss_plot(cx, step);
         self.write_event_file(cx, step);
         Ok(())

@@ -16,6 +16,7 @@ use crate::training::{
     noisy_latents, step_to,
 };
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::train::LossTarget;
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,6 +26,8 @@ use std::time::Instant;
 pub(super) struct BatchInputs {
     /// The latents of its images, on the device.
     pub(super) latents: Vec<Tensor>,
+    /// The latents of its images before their augmentations, on the device, if the loss compares with them and they differ.
+    pub(super) unaugmented: Option<Tensor>,
     /// The latents of its control images, or of the negative images of a slider, on the device. `None`: it has none.
     pub(super) control: Option<Tensor>,
     /// How the pixels of each of its images moved, which its mask follows.
@@ -34,7 +37,12 @@ pub(super) struct BatchInputs {
 impl BatchInputs {
     /// Appends all items again.
     fn double(&mut self) -> Result<()> {
-        for tensor in self.latents.iter_mut().chain(&mut self.control) {
+        for tensor in self
+            .latents
+            .iter_mut()
+            .chain(&mut self.control)
+            .chain(&mut self.unaugmented)
+        {
             *tensor = Tensor::cat(&[&*tensor, &*tensor], 0)?;
         }
         self.moves.extend_from_within(..);
@@ -166,6 +174,13 @@ impl Run<'_> {
             self.data
                 .latents(batch, (step, micro), &self.pixel_options, &mut self.latents, codec)?;
         let latents = [self.latent_options.standardized(latents)?];
+        let unaugmented = match options::uses_unaugmented(process) {
+            true => self
+                .data
+                .unaugmented_latents(batch, (step, micro), &self.latents, codec)?
+                .map(|unaugmented| [unaugmented]),
+            false => None,
+        };
         let control = self
             .data
             .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?;
@@ -181,6 +196,7 @@ impl Run<'_> {
         let control = control.map(|control| control.to_device(&device)).transpose()?;
         let items: Vec<&TrainingImage> = self.data.items_of(&step_batch.batch).collect();
         let noise_seeds = items.iter().map(|item| item.noise_seed());
+        let is_differential = process.train.loss_target == LossTarget::DifferentialNoise;
         let image_tokens = latents
             .first()
             .map_or(0, |latents| self.model.image_tokens(latents.dims()));
@@ -188,6 +204,10 @@ impl Run<'_> {
             &mut generator,
             &DrawInputs {
                 latents: &latents,
+                unaugmented: unaugmented
+                    .as_ref()
+                    .filter(|_| is_differential)
+                    .map(<[Tensor; 1]>::as_slice),
                 image_tokens,
                 noise_seeds: &noise_seeds.collect::<Vec<_>>(),
                 regularisation,
@@ -196,12 +216,22 @@ impl Run<'_> {
         for noise in drawn.noise.iter_mut().chain(&mut drawn.input_noise) {
             *noise = noise.to_device(&device)?;
         }
+        let (latents, unaugmented) = match unaugmented {
+            // They are trained in place of the augmented ones, whose difference is in the noise.
+            Some(unaugmented) if is_differential => (unaugmented, None),
+            unaugmented => (latents, unaugmented),
+        };
+        let unaugmented = unaugmented.map(|[latents]| -> Result<Tensor> {
+            let multiplier = process.train.latent_multiplier;
+            Ok((latents * multiplier)?.to_device(&device)?)
+        });
         let latents = latents.into_iter().map(|latents| {
             let scaled = self.latent_options.scaled(latents, &prompts.captions)?;
             Ok(scaled.to_device(&device)?)
         });
         let mut inputs = BatchInputs {
             latents: latents.collect::<Result<_>>()?,
+            unaugmented: unaugmented.transpose()?,
             control,
             moves,
         };
@@ -395,6 +425,7 @@ impl Run<'_> {
         (prompts, image_tokens): (&BatchPrompts, usize),
         BatchInputs {
             latents,
+            unaugmented,
             control,
             moves,
         }: BatchInputs,
@@ -442,10 +473,20 @@ impl Run<'_> {
         }
         let dataset = &self.data.datasets[step_batch.batch.dataset].options;
         let strength = dataset.network_weight;
-        let uses_base = process.train.do_prior_divergence || outside_mask.is_some() || dataset.prior_target;
+        let corrects_norm = options::corrects_norm(process) && !dataset.regularisation;
+        let has_prior_target = dataset.prior_target && !process.train.correct_pred_norm;
+        let uses_base =
+            process.train.do_prior_divergence || outside_mask.is_some() || has_prior_target || corrects_norm;
         let mut references = References {
             guidance_scales: prompts.guidance_scales.clone(),
+            corrects_norm,
             outside_mask,
+            unaugmented: unaugmented.map(|unaugmented| vec![unaugmented]),
+            learned: self.learned_weights(&drawn)?,
+            stepped_levels: match self.loss.stepped {
+                true => self.objective.stepped_levels(&drawn, image_tokens)?,
+                false => Vec::new(),
+            },
             ..References::default()
         };
         if let Some(handle) = handle.filter(|_| uses_base) {

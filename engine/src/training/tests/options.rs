@@ -57,6 +57,9 @@ fn loss_options(case: &Value) -> LossOptions {
             "pseudo_huber" => LossKind::PseudoHuber,
             _ => LossKind::Mse,
         },
+        stepped: false,
+        source: false,
+        norm_correction: None,
         noisy_multiplier: number("noisy_latent_multiplier", 1.0),
         match_noise_norm: case["match_noise_norm"] == true,
         prediction_scale: number("pred_scaler", 1.0),
@@ -113,6 +116,7 @@ fn losses_match_the_reference() {
                     .get("guidance")
                     .map_or(vec![], |guidance| numbers(&guidance["scales"])),
                 outside_mask: of_base.filter(|base| base.contains("outside")).map(|_| outside),
+                ..References::default()
             },
         };
         let predict = |_: &[Tensor], _: &Tensor, _: &Conditioning| Ok(vec![prediction.as_tensor().clone()]);
