@@ -76,6 +76,7 @@ impl TrainerProcess {
                 "has no effect: no data set has masks (`mask_path` or `alpha_mask`)",
             );
         }
+        self.check_merge(cx);
         check_model_kind(self, cx);
         check_images(self, cx);
         check_prompts(self, cx);

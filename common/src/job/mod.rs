@@ -34,6 +34,7 @@ mod load;
 pub mod logging;
 pub mod lokr;
 pub mod lr_factor;
+mod merge_checks;
 pub mod model;
 
 pub mod naming;

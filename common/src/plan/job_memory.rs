@@ -194,6 +194,11 @@ impl<'a> Job<'a> {
         })
     }
 
+    /// Whether each save merges the network into the model.
+    fn merges_network(&self) -> bool {
+        self.task == Task::Training && !self.is_full && flag(self.body, "/train/merge_network_on_save")
+    }
+
     fn adapter(&self) -> Option<AdapterOptions> {
         let network = self.body.get("network").filter(|network| !network.is_null())?;
         let positive = |key: &str| number(network, key).filter(|rank| *rank > 0.0);
@@ -264,11 +269,13 @@ impl<'a> Job<'a> {
         };
         let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: (CompactWeights, u64), lora| {
             let is_own = trains && self.is_full;
+            // A network is merged into weights in memory.
+            let is_changed = is_own || (trains && self.merges_network());
             let (lora_prefix, lora_layers) = lora;
             ComponentOptions {
                 // A trained component is neither quantised nor streamed.
-                streamed: if is_own { 0.0 } else { streamed },
-                qtype: qtype.filter(|_| !is_own),
+                streamed: if is_changed { 0.0 } else { streamed },
+                qtype: qtype.filter(|_| !is_changed),
                 exclude: exclude.clone(),
                 trained: is_own.then(|| trained_names.clone()),
                 learned_vectors: if trains { self.learned_vectors() } else { 0.0 },
@@ -277,7 +284,7 @@ impl<'a> Job<'a> {
                 lora_layers,
                 width: backend.width,
                 cpu: backend.is_cpu(),
-                stored: if is_own {
+                stored: if is_changed {
                     StoredFractions::default()
                 } else {
                     fractions(stored)

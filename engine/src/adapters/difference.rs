@@ -117,6 +117,18 @@ impl TrainedLayer for DenseLayer {
         Ok(params.map(|(suffix, var)| (suffix, var.as_detached_tensor())).collect())
     }
 
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        Some(self.weight.iter().chain(self.bias.iter()).collect())
+    }
+
+    fn changes_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    fn bias_change(&self) -> Result<Option<Tensor>> {
+        Ok(self.bias.as_ref().map(Var::as_detached_tensor))
+    }
+
     /// A difference that the file lacks is zero.
     fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String> {
         let Some(tensors) = file.as_any().downcast_ref::<DifferenceTensors>() else {

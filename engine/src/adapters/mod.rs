@@ -28,6 +28,7 @@ mod loha;
 mod lokr;
 mod lora;
 mod lora_file;
+mod merge;
 mod model_layers;
 mod names;
 mod network;

@@ -303,6 +303,14 @@ impl LoraNetwork {
         self.targets.iter().any(|e| e.role == PartRole::TextEncoder)
     }
 
+    /// The adapter of each layer, by part and path.
+    pub(super) fn layers_by_path(&self) -> BTreeMap<(&str, &str), &Arc<dyn TrainedLayer>> {
+        let targets = self.targets.iter();
+        targets
+            .map(|target| ((target.part, &*target.path), &target.layer))
+            .collect()
+    }
+
     /// The trained parameters in a fixed order: for each layer its own, with the names that files have for them.
     #[must_use]
     pub fn params(&self) -> Vec<Param> {

@@ -82,6 +82,24 @@ pub trait TrainedLayer: WeightAdapter {
     /// When the device fails.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>>;
 
+    /// The variables that are zero while it changes nothing. `None`: no zero does that, so it cannot start anew.
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        None
+    }
+
+    /// Whether it changes the bias of its layer too.
+    fn changes_bias(&self) -> bool {
+        false
+    }
+
+    /// What it adds to the bias at strength 1, float32, without gradients. `None`: nothing.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn bias_change(&self) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for all its matrices (`scale_weight_norms`).
     ///
     /// # Errors

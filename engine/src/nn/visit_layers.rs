@@ -32,6 +32,22 @@ impl LayerMut<'_> {
             Self::Conv2d(layer) => layer.bias.as_ref(),
         }
     }
+
+    /// Replaces its weight by a tensor of the same shape.
+    pub fn set_weight(&mut self, weight: Tensor) {
+        match self {
+            Self::Linear(layer) => layer.weight = Weight::Plain(weight),
+            Self::Conv2d(layer) => layer.weight = Weight::Plain(weight),
+        }
+    }
+
+    /// Replaces its bias by a tensor of the same shape.
+    pub fn set_bias(&mut self, bias: Tensor) {
+        match self {
+            Self::Linear(layer) => layer.bias = Some(bias),
+            Self::Conv2d(layer) => layer.bias = Some(bias),
+        }
+    }
 }
 
 /// A model whose layers can be visited by name.

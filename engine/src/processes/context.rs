@@ -6,8 +6,9 @@ use crate::adapters::LoadedLora;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::families::{self, EncodedPrompts, LearnedWord, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders};
-use crate::weights::TrainableFilter;
+use crate::families::{
+    self, EncodedPrompts, LearnedWord, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders, WeightChanges,
+};
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
 use aitk_common::job::model::ModelConfig;
@@ -145,7 +146,7 @@ impl Context<'_> {
         &mut self,
         config: &ModelConfig,
         compute: &Compute,
-        [denoiser, text_encoder]: [TrainableFilter; 2],
+        changes: WeightChanges,
         prompts: Option<Arc<dyn EncodedPrompts>>,
     ) -> Result<LoadedModel> {
         let encodes_prompts = prompts.is_none();
@@ -154,7 +155,7 @@ impl Context<'_> {
             parts: self.part_paths(config)?,
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
         }
-        .training(denoiser, text_encoder);
+        .changing(changes);
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         let mut model = families::load(&path, config.arch.name, &options)?;

@@ -11,6 +11,7 @@ mod folder;
 mod image_batches;
 mod latents;
 mod loss_plot;
+mod merging;
 mod objective;
 mod options;
 mod preservation;
@@ -139,7 +140,7 @@ impl<'a> Run<'a> {
             mut model,
             vae_path,
             memory_options,
-        } = cx.load_model(&process.model, &compute, target::trained_tensors(process), prompts)?;
+        } = cx.load_model(&process.model, &compute, target::weight_changes(process), prompts)?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
             let mut loaded = load_lora(&mut model.parts(), &path, 1.0)?;
@@ -201,6 +202,7 @@ impl<'a> Run<'a> {
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
             misses_validation: false,
+            has_merged: false,
             reading: Duration::ZERO,
             metrics,
             stop: cx.stop.clone(),
@@ -383,6 +385,9 @@ mod lycoris_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod merging_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod our_lora_tests;

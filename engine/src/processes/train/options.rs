@@ -58,7 +58,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
                 .into(),
         );
     }
-    if process.trains_whole_model() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
+    if process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
