@@ -87,6 +87,12 @@ impl TrainerProcess {
                 "needs a `network`: a full fine-tune would not save this LoRA; merge it into the model first",
             );
         }
+        if model.accuracy_recovery_adapter.is_some() && self.trains_whole_model() {
+            cx.error_at(
+                "model.accuracy_recovery_adapter",
+                "needs a `network`: a full fine-tune does not quantise the weights that it trains",
+            );
+        }
         if model.inference_lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.inference_lora_path",

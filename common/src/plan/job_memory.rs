@@ -24,6 +24,7 @@ use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, Weights,
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
+use crate::job::lora_containers::target_classes;
 use crate::job::network::LOKR_FULL_RANK;
 use layer_ranks::layer_ranks;
 use serde_json::Value;
@@ -239,6 +240,13 @@ impl<'a> Job<'a> {
                     .is_some_and(|chance| chance > 0.0)
             }),
             full_if_contains: strings(network.pointer("/network_kwargs/full_if_contains")),
+            containers: target_classes(
+                &strings(network.pointer("/network_kwargs/target_lin_modules")),
+                &strings(network.pointer("/network_kwargs/target_conv_modules")),
+                is_full || conv_rank.is_some(),
+            ),
+            norms: flag(network, "/all_layers"),
+            whole_in_out: flag(network, "/network_kwargs/full_train_in_out"),
             parameter_threshold: network
                 .pointer("/network_kwargs/parameter_threshold")
                 .and_then(Value::as_f64)

@@ -34,6 +34,7 @@ impl LoraNetwork {
     }
 
     /// Adds the network's changes, times `strength`, to the layers of `parts`, and starts the network anew: then it changes nothing.
+    /// Layers that are trained themselves get their weights, whatever the strength, and go on from there.
     /// A sum is computed in float32 and rounded once to the dtype of the layer. Layers without a change keep their bits. Returns the
     /// number of changed layers.
     ///
@@ -42,6 +43,14 @@ impl LoraNetwork {
     pub fn merge(&self, parts: &mut [Part<'_>], strength: f64) -> Result<usize> {
         let mut merged = 0;
         self.visit_targets(parts, |_, mut layer, adapter| {
+            if let Some((weight, bias)) = adapter.replacement() {
+                let dtype = layer.weight().dtype();
+                layer.set_weight(weight.to_dtype(dtype)?);
+                if let Some(bias) = bias {
+                    layer.set_bias(bias.to_dtype(dtype)?);
+                }
+                return Ok(());
+            }
             let pass = LoraPass::inference(1.0);
             let (weight, bias) = self.handle.in_pass(pass, || {
                 Ok::<_, EngineError>((adapter.change(layer.weight())?, adapter.bias_change()?))
@@ -146,11 +155,12 @@ impl LoraNetwork {
         let layers = self.layers_by_path();
         for part in parts.iter_mut() {
             let id = part.id;
-            part.layers
-                .visit_layers(&mut |path, layer| match layers.get(&(id, path)) {
-                    Some(adapter) => f(&format!("{id}.{path}"), layer, adapter),
-                    None => Ok(()),
-                })?;
+            let mut visit = |path: &str, layer: LayerMut<'_>| match layers.get(&(id, path)) {
+                Some(adapter) => f(&format!("{id}.{path}"), layer, adapter),
+                None => Ok(()),
+            };
+            part.layers.visit_layers(&mut visit)?;
+            part.layers.visit_norms(&mut visit)?;
         }
         Ok(())
     }

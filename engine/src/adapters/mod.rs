@@ -41,6 +41,7 @@ mod stored_matrix;
 mod tensors;
 mod trained_layer;
 mod weight_adapter;
+mod whole_layer;
 
 pub use adapter_file::LoraFile;
 pub use convert::{Conversion, ConvertedLora, Dialect, convert_lora};
@@ -49,7 +50,7 @@ pub use dora::Dora;
 pub use file_layer::{FileLayer, LoraModule, Site};
 pub use handle::{LoraHandle, LoraPass, Multiplier};
 pub use layer::{Dropout, LoraLayer};
-pub use load::{LoadedLora, check_lora, is_of_text, load_lora, load_text_lora};
+pub use load::{LoadedLora, adapted_layers, check_lora, is_of_text, load_lora, load_text_lora};
 pub use locon::Locon;
 pub use loha::Loha;
 pub use lokr::Lokr;

@@ -46,8 +46,8 @@ pub struct NewLayer<'a> {
     pub names: LoraNames,
     /// Its weight.
     pub weight: &'a Weight,
-    /// Whether it has a bias.
-    pub has_bias: bool,
+    /// Its bias.
+    pub bias: Option<&'a Tensor>,
     /// The shape of its weight.
     pub dims: &'a [usize],
     /// The device of its weight.
@@ -98,6 +98,11 @@ pub trait TrainedLayer: WeightAdapter {
     /// When the device fails.
     fn bias_change(&self) -> Result<Option<Tensor>> {
         Ok(None)
+    }
+
+    /// The weight and the bias that it puts in place of those of its layer, float32, if it is not a change of them.
+    fn replacement(&self) -> Option<(Tensor, Option<Tensor>)> {
+        None
     }
 
     /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for all its matrices (`scale_weight_norms`).

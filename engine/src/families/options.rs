@@ -136,6 +136,7 @@ impl LoadOptions {
             qtype.map(|qtype| QuantizationConfig {
                 qtype,
                 exclude: exclude.to_vec(),
+                adapted: None,
             })
         };
         Self {

@@ -2,7 +2,7 @@
 
 use super::events::{EventSink, OutputRequests, StopSignal};
 use super::log_file::LogFile;
-use crate::adapters::LoadedLora;
+use crate::adapters::{LoadedLora, adapted_layers, load_lora};
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
@@ -137,8 +137,8 @@ impl Context<'_> {
 
     /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
     /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
-    /// is handled as the profile says. `[denoiser, text_encoder]`: which of their own tensors are trained. `prompts`: prompts that
-    /// were encoded before; then the text encoders are not loaded.
+    /// is handled as the profile says. `changes`: what the job changes of the weights. `prompts`: prompts that were
+    /// encoded before; then the text encoders are not loaded. An accuracy recovery adapter is attached.
     ///
     /// # Errors
     /// As [`families::load`] and [`Model::replace_codec`].
@@ -150,7 +150,7 @@ impl Context<'_> {
         prompts: Option<Arc<dyn EncodedPrompts>>,
     ) -> Result<LoadedModel> {
         let encodes_prompts = prompts.is_none();
-        let options = LoadOptions {
+        let mut options = LoadOptions {
             prompts,
             parts: self.part_paths(config)?,
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
@@ -158,7 +158,19 @@ impl Context<'_> {
         .changing(changes);
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
+        let mut recovery = None;
+        if let (Some(adapter), Some(quantization)) =
+            (&config.accuracy_recovery_adapter, &mut options.denoiser_quantization)
+        {
+            let adapter = self.local_path(adapter)?;
+            quantization.adapted = Some(adapted_layers(&adapter, &path, config.arch.name, &options.parts)?);
+            recovery = Some(adapter);
+        }
         let mut model = families::load(&path, config.arch.name, &options)?;
+        if let Some(adapter) = recovery {
+            let loaded = load_lora(&mut model.parts(), &adapter, 1.0)?;
+            self.log_loaded_lora(&adapter, &loaded);
+        }
         for (role, kinds) in model.quantised_in_file() {
             let key_and_qtype = match role {
                 PartRole::Denoiser => config.quantization().map(|qtype| ("qtype", qtype)),

@@ -390,6 +390,9 @@ mod memory_tests;
 mod merging_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod network_layer_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod our_lora_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -182,6 +182,9 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
             .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
         full_if_contains: kwargs.full_if_contains.0.clone(),
+        norms: network.all_layers,
+        containers: network.target_classes(),
+        whole_in_out: kwargs.full_train_in_out,
         parameter_threshold: kwargs.parameter_threshold,
         blocks_only: network.transformer_only,
     };

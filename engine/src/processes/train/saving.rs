@@ -189,6 +189,8 @@ impl Run<'_> {
             let save = self.folder.step_save(step);
             // The save of an interrupted attempt would be merged into a run that goes on.
             if !save.exists() && self.has_nothing_to_merge()? {
+                // Layers that are trained themselves.
+                self.merge_network(cx, step)?;
                 self.write_save(cx, &save, step)?;
             }
             self.remove_interrupted_saves(cx, &save)?;
