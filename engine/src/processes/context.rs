@@ -168,7 +168,11 @@ impl Context<'_> {
         }
         let mut model = families::load(&path, config.arch.name, &options)?;
         if let Some(adapter) = recovery {
-            let loaded = load_lora(&mut model.parts(), &adapter, 1.0)?;
+            // As ai-toolkit, which quantises the text encoders without it.
+            let mut parts = model.parts();
+            parts.retain(|part| part.role == PartRole::Denoiser);
+            let loaded = load_lora(&mut parts, &adapter, 1.0)?;
+            drop(parts);
             self.log_loaded_lora(&adapter, &loaded);
         }
         for (role, kinds) in model.quantised_in_file() {

@@ -1,11 +1,15 @@
 //! LoRAs on a quantised base model.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use crate::testing::chosen;
+use crate::families::{LoadOptions, Model};
+use crate::testing::{chosen, fixtures, load_sd};
+use crate::weights::{QuantizationConfig, Weight};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
+use aitk_common::job::QType;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::profile::MemoryProfile;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 const STEPS: u64 = 6;
@@ -130,4 +134,32 @@ fn an_accuracy_recovery_adapter_stays_active_and_is_not_saved() {
 fn safetensors_data(bytes: &[u8]) -> Vec<u8> {
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     bytes[8 + length..].to_vec()
+}
+
+#[test]
+fn layers_without_an_adapter_are_quantised_in_8_bits() {
+    let adapted = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q";
+    let options = LoadOptions {
+        denoiser_quantization: Some(QuantizationConfig {
+            qtype: QType::Nf4,
+            exclude: Vec::new(),
+            adapted: Some(BTreeSet::from([adapted.to_owned()])),
+        }),
+        ..LoadOptions::cpu()
+    };
+    let mut model = load_sd(fixtures().join("tiny_sd"), &options).unwrap();
+    let mut kinds = BTreeMap::new();
+    let unet = model.parts().pop().unwrap();
+    unet.layers
+        .visit_layers(&mut |path, layer| {
+            if let Weight::Quantized(weight) = layer.weight() {
+                kinds.insert(path.to_owned(), weight.kind());
+            }
+            Ok(())
+        })
+        .unwrap();
+    assert!(kinds.len() > 20);
+    for (path, kind) in kinds {
+        assert_eq!(kind, if path == adapted { "nf4" } else { "int8" }, "{path}");
+    }
 }
