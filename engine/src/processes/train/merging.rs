@@ -21,6 +21,10 @@ impl Run<'_> {
         let (true, Target::Lora(network)) = (self.process.merges_network(), &self.target) else {
             return Ok(());
         };
+        // The checkpoint that follows refuses such numbers, which must not reach the model.
+        if !self.trainer.weights_are_finite()? {
+            return Ok(());
+        }
         let strength = self.process.train.merge_network_on_save_strength;
         let merged = network.merge(&mut self.model.parts(), strength)?;
         if merged > 0 {
