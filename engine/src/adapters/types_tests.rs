@@ -461,7 +461,7 @@ fn damaged_tensors_of_every_type_are_errors() {
             &[("oft_blocks", &[4, 2, 2]), ("rescale", &[7, 1])],
             "numbers of outputs",
         ),
-        (&[("diff", &[4]), ("diff_b", &[4])], "not the whole difference"),
+        (&[("diff", &[4, 2, 2]), ("diff_b", &[4])], "not the whole difference"),
         (&[("diff_b", &[4, 1])], "not the difference of a bias"),
         (
             &[
