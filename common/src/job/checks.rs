@@ -78,6 +78,7 @@ impl TrainerProcess {
                 "has no effect: no data set has masks (`mask_path` or `alpha_mask`)",
             );
         }
+        self.check_merge(cx);
         check_model_kind(self, cx);
         check_images(self, cx);
         check_prompts(self, cx);
@@ -87,6 +88,12 @@ impl TrainerProcess {
             cx.error_at(
                 "model.lora_path",
                 "needs a `network`: a full fine-tune would not save this LoRA; merge it into the model first",
+            );
+        }
+        if model.accuracy_recovery_adapter.is_some() && self.trains_whole_model() {
+            cx.error_at(
+                "model.accuracy_recovery_adapter",
+                "needs a `network`: a full fine-tune does not quantise the weights that it trains",
             );
         }
         if model.inference_lora_path.is_some() && self.trains_whole_model() {

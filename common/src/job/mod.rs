@@ -33,7 +33,9 @@ pub mod limits;
 mod load;
 pub mod logging;
 pub mod lokr;
+pub mod lora_containers;
 pub mod lr_factor;
+mod merge_checks;
 pub mod model;
 
 pub mod naming;

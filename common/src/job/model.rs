@@ -93,8 +93,9 @@ section! {
         max_token_length: u32 = 75, Works;
         /// LoRA that is active only on the unconditional pass.
         unconditional_lora_path: Option<String> = None, Accepted("as in ai-toolkit, only Ideogram 4 has it");
-        /// LoRA that compensates for quantisation.
-        accuracy_recovery_adapter: Option<String> = None, Refused("no accuracy recovery adapters"), input Lora;
+        /// With `quantize`: a LoRA that makes up for quantisation. It stays active in training and samples and is not saved. `qtype` is for its
+        /// layers; the others are quantised in 8 bits (`int8`). Also as `qtype: TYPE|PATH`.
+        accuracy_recovery_adapter: Option<String> = None, Works, input Lora;
 
         /// Quantise the U-Net or transformer: its linear layers and convolutions, except the first, the last and those of the
         /// time embedding.
@@ -226,8 +227,27 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
         );
     }
     check_prompt_reading(model, cx);
-    let recovery = model.accuracy_recovery_adapter.is_some() || model.qtype.contains('|');
-    if recovery && model.assistant_lora_path.is_some() {
+    if let Some((qtype, adapter)) = model.qtype.split_once('|') {
+        let (qtype, adapter) = (qtype.trim().to_owned(), adapter.trim().to_owned());
+        if present.has("accuracy_recovery_adapter") {
+            cx.warn_at(
+                "accuracy_recovery_adapter",
+                format!("`qtype` names an adapter too, which wins: `{adapter}`"),
+            );
+        }
+        if adapter.is_empty() {
+            cx.error_at("qtype", "expected the file of an accuracy recovery adapter after `|`");
+        }
+        (model.qtype, model.accuracy_recovery_adapter) = (qtype, Some(adapter));
+    }
+    if model.accuracy_recovery_adapter.is_some() && !model.quantize {
+        cx.warn_at(
+            "accuracy_recovery_adapter",
+            "has no effect: it makes up for quantisation, and `quantize` is off",
+        );
+        model.accuracy_recovery_adapter = None;
+    }
+    if model.accuracy_recovery_adapter.is_some() && model.assistant_lora_path.is_some() {
         cx.error_at(
             "assistant_lora_path",
             "cannot be used together with an accuracy recovery adapter",
@@ -271,7 +291,7 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
     ];
     for (_, key, name) in kinds.into_iter().filter(|(on, ..)| *on) {
         if name.contains('|') {
-            let message = "an accuracy recovery adapter (after `|`) does not work yet; give the type alone";
+            let message = "an accuracy recovery adapter (after `|`) is for `qtype`; give the type alone";
             report.error(join(path, key), message);
         } else if QType::from_name(name).is_none() {
             let message = format!("`{name}` does not work yet; expected one of {}", QType::names());

@@ -3,6 +3,7 @@
 use super::declare::{choices, section};
 use super::layer_rank::LayerRank;
 use super::limits::{MAX_FACTOR, MAX_LAYER_RANKS, MAX_RANK};
+use super::lora_containers::{is_known, known_classes};
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
 
@@ -29,7 +30,7 @@ choices! {
         /// Whole differences of weights and biases, which start at zero.
         Fullrank = "fullrank", Works;
         /// Layers replaced by low-rank factors.
-        Lorm = "lorm", Refused("this release trains adapters that are added to the model's layers: use `lora`");
+        Lorm = "lorm", Refused("ai-toolkit's own training with it stops with an error, because its layers return nothing (`lorm_forward`): use `lora`");
     }
 }
 
@@ -40,21 +41,22 @@ section! {
         only_if_contains: Option<OneOrMany<String>> = None, Works;
         /// No layers whose dotted name contains one of these; wins over `only_if_contains`.
         ignore_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
-        /// Whole differences of weight and bias instead of the network's type for linear layers and convolutions whose name contains one
-        /// of these.
+        /// Whole differences of weight and bias instead of the network's type for layers whose name contains one of these, and for such
+        /// norms.
         full_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Chance that a row of the down projection is dropped for an image while training; for `lora`, `locon` and `dora`.
         rank_dropout: Option<f64> = None, Works;
         /// Chance that the LoRA of a layer is dropped in a pass while training; for `lora`, `locon` and `dora`.
         module_dropout: Option<f64> = None, Works;
-        /// Train the model's first and last layers in full.
-        full_train_in_out: bool = false, Refused("only the LoRA is trained");
+        /// U-Nets: train the first and the last convolution themselves beside the network.
+        full_train_in_out: bool = false, Works;
         /// Skip layers with fewer weights and biases.
         parameter_threshold: u64 = 0, Works;
-        /// Class names of modules to search for layers; overwritten by the trainer for newer models.
-        target_lin_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
-        /// Class names of modules to search for convolutions.
-        target_conv_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
+        /// U-Nets: class names in diffusers (`Transformer2DModel`) of the modules in which layers get a LoRA; empty: all layers do. Of models
+        /// with a transformer it has no effect, as in ai-toolkit.
+        target_lin_modules: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// The same, in addition, if convolutions get a LoRA (`conv`).
+        target_conv_modules: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// No effect, as in ai-toolkit.
         attn_only: bool = false, Accepted("never had an effect");
         /// Print each layer.
@@ -105,8 +107,8 @@ section! {
         /// `type: lora`: train the layers that `pretrained_lora_path` has, each with its rank and alpha there. Memory is planned for
         /// `linear` and `conv`: set them to the largest ranks of the file.
         ranks_of_pretrained_lora: bool = false, Works;
-        /// Also train full deltas for norms, embeddings and biases.
-        all_layers: bool = false, Refused("full deltas are not trained yet");
+        /// Also train whole differences of weight and bias for the norms of the U-Net or transformer.
+        all_layers: bool = false, Works;
     }
     rare {
         "lorm" => DependsOn("type: lorm");
@@ -162,10 +164,57 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
             );
             cx.error_at("scale_weight_norms", message);
         }
-        if max != 0.0 && !network.network_kwargs.full_if_contains.is_empty() {
-            let message = "cannot be used together with `network_kwargs.full_if_contains`, whose layers have no LoRA";
+        let without_lora = [
+            (
+                !network.network_kwargs.full_if_contains.is_empty(),
+                "network_kwargs.full_if_contains",
+            ),
+            (
+                network.network_kwargs.full_train_in_out,
+                "network_kwargs.full_train_in_out",
+            ),
+            (network.all_layers, "all_layers"),
+        ];
+        for (_, key) in without_lora.into_iter().filter(|(on, _)| max != 0.0 && *on) {
+            let message = format!("cannot be used together with `{key}`, whose layers have no LoRA");
             cx.error_at("scale_weight_norms", message);
         }
+    }
+    let containers = [
+        ("target_lin_modules", &network.network_kwargs.target_lin_modules),
+        ("target_conv_modules", &network.network_kwargs.target_conv_modules),
+    ];
+    for (key, classes) in containers {
+        if let Some(class) = classes.iter().find(|class| !is_known(class)) {
+            let message = format!(
+                "`{class}` is no known class of a U-Net's modules: expected {}",
+                known_classes()
+            );
+            cx.error_at(&format!("network_kwargs.{key}"), message);
+        }
+    }
+    let without_effect = [
+        (
+            !network.network_kwargs.target_lin_modules.is_empty(),
+            "network_kwargs.target_lin_modules",
+        ),
+        (
+            !network.network_kwargs.target_conv_modules.is_empty(),
+            "network_kwargs.target_conv_modules",
+        ),
+        (
+            network.network_kwargs.full_train_in_out,
+            "network_kwargs.full_train_in_out",
+        ),
+        (network.all_layers, "all_layers"),
+    ];
+    let is_locon = matches!(network.kind, NetworkType::Locon | NetworkType::Lycoris);
+    for (_, key) in without_effect.into_iter().filter(|(on, _)| *on && is_locon) {
+        let message = format!(
+            "has no effect on `type: {}` in ai-toolkit: remove it, or use `type: lora`",
+            network.kind
+        );
+        cx.error_at(key, message);
     }
     let key = if network.rank.is_some() { "rank" } else { "linear" };
     if network.linear == 0 {

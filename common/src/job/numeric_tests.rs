@@ -25,6 +25,7 @@ const TRAINER: &[(&str, &str, Keys)] = &[
             ("num_train_timesteps", &[]),
             ("next_sample_timesteps", &[]),
             ("noise_multiplier", &["0"]),
+            ("merge_network_on_save_strength", &["0", "-1"]),
             ("noise_offset", &["0", "-1"]),
             ("reg_weight", &["0", "-1"]),
             ("cfg_scale", &["0", "-1"]),

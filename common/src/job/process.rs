@@ -140,6 +140,30 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         );
         report.error(join(path, "network.type"), message);
     }
+    if let Some(network) = &process.network
+        && network.network_kwargs.full_train_in_out
+        && arch.is_flow()
+    {
+        let message = format!(
+            "only U-Nets have the two layers (`conv_in`, `conv_out`) that are trained, in ai-toolkit too, and `arch: {arch}` has a \
+             transformer: remove the key"
+        );
+        report.error(join(path, "network.network_kwargs.full_train_in_out"), message);
+    }
+    if let Some(network) = &process.network
+        && arch.is_flow()
+    {
+        let kwargs = &network.network_kwargs;
+        for (key, classes) in [
+            ("target_lin_modules", &kwargs.target_lin_modules),
+            ("target_conv_modules", &kwargs.target_conv_modules),
+        ] {
+            if !classes.is_empty() {
+                let message = format!("has no effect on `arch: {arch}`, as in ai-toolkit: use `only_if_contains`");
+                report.warn(join(path, &format!("network.network_kwargs.{key}")), message);
+            }
+        }
+    }
     if arch == ArchName::Zimage && process.train.train_text_encoder {
         let message = "the text encoder of Z-Image (Qwen3) is not trained: set it to false";
         report.error(join(path, "train.train_text_encoder"), message.to_owned());

@@ -512,6 +512,7 @@ fn unknown_quantization_types_and_options_are_refused() {
     for fine in [
         "quantize: true",
         "qtype: uint4",
+        "quantize: true\n        qtype: qfloat8|adapter.safetensors",
         "quantize: true\n        qtype: QINT8\n        qtype_te: nf4",
         "quantize: true\n        quantize_kwargs: {exclude: [\"*.attn1.*\", proj_out]}",
     ] {
@@ -523,7 +524,7 @@ fn unknown_quantization_types_and_options_are_refused() {
             "`uint4` does not work yet; expected one of float8",
         ),
         (
-            "quantize: true\n        qtype: qfloat8|someone/adapter",
+            "quantize: true\n        quantize_te: true\n        qtype_te: qfloat8|someone/adapter",
             "accuracy recovery adapter",
         ),
         ("quantize_te: true\n        qtype_te: \"\"", "qtype_te"),

@@ -88,10 +88,10 @@ section! {
         do_paramiter_swapping: bool = false, Works;
         /// That share of the trained numbers: a step chooses tensors as long as all of them together have fewer.
         paramiter_swapping_factor: f64 = 0.1, Works;
-        /// Merge the LoRA into the model, save the full model, restart the LoRA.
-        merge_network_on_save: bool = false, Refused("LoRAs are saved as LoRAs");
-        /// Weight of that merge.
-        merge_network_on_save_strength: f64 = 1.0, DependsOn("merge_network_on_save");
+        /// At each save, merge the LoRA into the model, save the full model, and restart the LoRA.
+        merge_network_on_save: bool = false, Works;
+        /// The strength of that merge.
+        merge_network_on_save_strength: f64 = 1.0, Works;
         /// Run a batch one item at a time.
         single_item_batching: bool = false, Accepted("saves memory only");
         /// No effect, as in ai-toolkit.
@@ -385,6 +385,11 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         let message = "has no effect with `optimizer_params.relative_step`, with which the optimizer chooses the learning rates: remove one of them";
         cx.error_at("lr_factors", message);
     }
+    cx.check_in_range(
+        "merge_network_on_save_strength",
+        train.merge_network_on_save_strength,
+        -MAX_FACTOR..=MAX_FACTOR,
+    );
     cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
     for (key, value) in [
         ("noise_offset", train.noise_offset),

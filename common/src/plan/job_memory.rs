@@ -24,6 +24,7 @@ use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, Weights,
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
+use crate::job::lora_containers::target_classes;
 use crate::job::network::LOKR_FULL_RANK;
 use layer_ranks::layer_ranks;
 use serde_json::Value;
@@ -194,6 +195,11 @@ impl<'a> Job<'a> {
         })
     }
 
+    /// Whether each save merges the network into the model.
+    fn merges_network(&self) -> bool {
+        self.task == Task::Training && !self.is_full && flag(self.body, "/train/merge_network_on_save")
+    }
+
     fn adapter(&self) -> Option<AdapterOptions> {
         let network = self.body.get("network").filter(|network| !network.is_null())?;
         let positive = |key: &str| number(network, key).filter(|rank| *rank > 0.0);
@@ -234,6 +240,13 @@ impl<'a> Job<'a> {
                     .is_some_and(|chance| chance > 0.0)
             }),
             full_if_contains: strings(network.pointer("/network_kwargs/full_if_contains")),
+            containers: target_classes(
+                &strings(network.pointer("/network_kwargs/target_lin_modules")),
+                &strings(network.pointer("/network_kwargs/target_conv_modules")),
+                is_full || conv_rank.is_some(),
+            ),
+            norms: flag(network, "/all_layers"),
+            whole_in_out: flag(network, "/network_kwargs/full_train_in_out"),
             parameter_threshold: network
                 .pointer("/network_kwargs/parameter_threshold")
                 .and_then(Value::as_f64)
@@ -264,11 +277,13 @@ impl<'a> Job<'a> {
         };
         let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: (CompactWeights, u64), lora| {
             let is_own = trains && self.is_full;
+            // A network is merged into weights in memory.
+            let is_changed = is_own || (trains && self.merges_network());
             let (lora_prefix, lora_layers) = lora;
             ComponentOptions {
                 // A trained component is neither quantised nor streamed.
-                streamed: if is_own { 0.0 } else { streamed },
-                qtype: qtype.filter(|_| !is_own),
+                streamed: if is_changed { 0.0 } else { streamed },
+                qtype: qtype.filter(|_| !is_changed),
                 exclude: exclude.clone(),
                 trained: is_own.then(|| trained_names.clone()),
                 learned_vectors: if trains { self.learned_vectors() } else { 0.0 },
@@ -277,7 +292,7 @@ impl<'a> Job<'a> {
                 lora_layers,
                 width: backend.width,
                 cpu: backend.is_cpu(),
-                stored: if is_own {
+                stored: if is_changed {
                     StoredFractions::default()
                 } else {
                     fractions(stored)

@@ -65,8 +65,13 @@ impl RunOutput {
         let family = families::of(FamilySpeed::of(name)?.name)?;
         let (trained, state, model) = Job::new(Task::Training, &body, family, counts, &[]).trained();
         let averaged = if process.train.ema_config.use_ema { 4.0 } else { 0.0 };
-        // A save of a full fine-tune is the whole model.
-        let saved = if process.trains_whole_model() { model } else { trained };
+        let saved = if process.saves_whole_model() { model } else { trained };
+        // With a merged network, a checkpoint also has the weights into which it was merged.
+        #[allow(clippy::cast_precision_loss)]
+        let base = match process.merges_network() {
+            true => model * process.train.dtype.bytes() as f64,
+            false => 0.0,
+        };
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let whole = |bytes: f64| bytes as u64;
         #[allow(clippy::cast_precision_loss)]
@@ -74,7 +79,7 @@ impl RunOutput {
         Some((
             HEADER_BYTES + whole(saved * width),
             // Weights and optimizer state, usually two moments per weight.
-            3 * HEADER_BYTES + whole(trained * (4.0 + averaged) + state),
+            3 * HEADER_BYTES + whole(trained * (4.0 + averaged) + state + base),
         ))
     }
 
@@ -152,6 +157,19 @@ mod tests {
             (short.saves, short.disk_bytes()),
             (0, Some(save + state + SMALL_FILE_BYTES))
         );
+    }
+
+    #[test]
+    fn a_merged_network_is_saved_as_a_whole_model() {
+        let mut process = lora(10, 0);
+        process.train.dtype = crate::job::dtype::DType::F16;
+        let alone = RunOutput::of(&process, None);
+        process.train.merge_network_on_save = true;
+        let output = RunOutput::of(&process, None);
+        let save = output.save_bytes.unwrap();
+        assert!((2_000_000_000..2_300_000_000).contains(&save), "{save}");
+        let base = output.state_bytes.unwrap() - alone.state_bytes.unwrap();
+        assert!(base.abs_diff(save) < 1 << 20, "{base} {save}");
     }
 
     #[test]

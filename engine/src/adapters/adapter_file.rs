@@ -6,6 +6,7 @@ use super::file_readers::read_layer;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use super::origin::origin;
+use super::whole_layer::WHOLE_LAYER;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
@@ -180,7 +181,17 @@ impl LoraFile {
             let metadata_alpha = |rank| peft_alpha(peft.as_ref()?, (named.part, first), rank);
             let split = module.tensors.split(named, &metadata_alpha)?;
             for ((path, _), tensors) in named.layers.iter().zip(split) {
-                if resolved.insert((named.part, path.clone()), tensors).is_some() {
+                let key = (named.part, path.clone());
+                // ai-toolkit also saves the LoRA of such a layer, which changes nothing.
+                let is_whole = |layer: &Arc<dyn FileLayer>| layer.kind() == WHOLE_LAYER;
+                if resolved.get(&key).is_some_and(is_whole) && !is_whole(&tensors) {
+                    continue;
+                }
+                let replaces = is_whole(&tensors);
+                if resolved
+                    .insert(key, tensors)
+                    .is_some_and(|other| !replaces || is_whole(&other))
+                {
                     return Err(EngineError::WeightsFile {
                         path: self.path.clone(),
                         reason: format!(

@@ -1,5 +1,5 @@
-//! Whole differences of a layer's weight and bias (`.diff`, `.diff_b`): trained with `network.type: fullrank` and
-//! `network_kwargs.full_if_contains`, and in extracted files where factors would be larger than the difference.
+//! Whole differences of the weight and the bias of a layer or a norm (`.diff`, `.diff_b`): trained with `network.type: fullrank`,
+//! `network.all_layers` and `network_kwargs.full_if_contains`, and in extracted files where factors would be larger than the difference.
 
 use super::file_layer::{FileLayer, RoleTensors, Site};
 use super::handle::LoraHandle;
@@ -7,7 +7,7 @@ use super::keys::TensorRole;
 use super::names::{NamedLayers, RowRanges};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
 use super::weight_adapter::{WeightAdapter, add_product, over_channels, select_rows, tracked_if};
-use crate::nn::{BaseLayer, LayerAdapter};
+use crate::nn::{BaseLayer, LayerAdapter, NormAdapter};
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
 use candle_core::{DType, Result, Tensor, Var};
@@ -21,13 +21,7 @@ pub struct Difference;
 
 impl AdapterType for Difference {
     fn create(&self, new: NewLayer<'_>, _: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
-        let zeros = |dims: &[usize]| Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?);
-        Ok(Arc::new(DenseLayer {
-            weight: Some(zeros(new.dims)?),
-            bias: new.has_bias.then(|| zeros(&new.dims[..1])).transpose()?,
-            name: new.name,
-            handle: new.handle.clone(),
-        }))
+        Ok(Arc::new(DenseLayer::zeros(new)?))
     }
 }
 
@@ -44,6 +38,30 @@ pub(super) struct DenseLayer {
 }
 
 impl DenseLayer {
+    /// A difference of a layer or of a norm that is trained.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub(super) fn zeros(new: NewLayer<'_>) -> Result<Self> {
+        let zeros = |dims: &[usize]| Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?);
+        Ok(Self {
+            weight: Some(zeros(new.dims)?),
+            bias: new.bias.map(|_| zeros(&new.dims[..1])).transpose()?,
+            name: new.name,
+            handle: new.handle.clone(),
+        })
+    }
+
+    /// A difference, at the strength of the current pass.
+    fn scaled(&self, var: &Var) -> Result<Tensor> {
+        let tensor = tracked_if(self.handle.dropout_seed().is_some(), var);
+        let strength = self.handle.strength();
+        match strength == 1.0 {
+            true => Ok(tensor),
+            false => tensor * strength,
+        }
+    }
+
     /// The change of a layer by tensors of a file.
     ///
     /// # Errors
@@ -75,21 +93,25 @@ impl DenseLayer {
 
 impl LayerAdapter for DenseLayer {
     fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
-        let strength = self.handle.strength();
-        if strength == 0.0 {
+        if self.handle.strength() == 0.0 {
             return Ok(output);
         }
-        let is_training = self.handle.dropout_seed().is_some();
-        let scaled = |var: &Var| match strength == 1.0 {
-            true => Ok(tracked_if(is_training, var)),
-            false => tracked_if(is_training, var) * strength,
-        };
-        let bias = self.bias.as_ref().map(scaled).transpose()?;
+        let bias = self.bias.as_ref().map(|bias| self.scaled(bias)).transpose()?;
         match (&self.weight, bias) {
-            (Some(weight), bias) => add_product(layer.kind, x, &scaled(weight)?, bias.as_ref(), &output),
+            (Some(weight), bias) => add_product(layer.kind, x, &self.scaled(weight)?, bias.as_ref(), &output),
             (None, Some(bias)) => output.broadcast_add(&over_channels(layer.kind, &bias.to_dtype(output.dtype())?)?),
             (None, None) => Ok(output),
         }
+    }
+}
+
+impl NormAdapter for DenseLayer {
+    fn changes(&self) -> Result<[Option<Tensor>; 2]> {
+        if self.handle.strength() == 0.0 {
+            return Ok([None, None]);
+        }
+        let change = |var: &Option<Var>| var.as_ref().map(|var| self.scaled(var)).transpose();
+        Ok([change(&self.weight)?, change(&self.bias)?])
     }
 }
 
@@ -115,6 +137,18 @@ impl TrainedLayer for DenseLayer {
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
         let params = self.params().into_iter();
         Ok(params.map(|(suffix, var)| (suffix, var.as_detached_tensor())).collect())
+    }
+
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        Some(self.weight.iter().chain(self.bias.iter()).collect())
+    }
+
+    fn changes_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    fn bias_change(&self) -> Result<Option<Tensor>> {
+        Ok(self.bias.as_ref().map(Var::as_detached_tensor))
     }
 
     /// A difference that the file lacks is zero.
@@ -172,10 +206,10 @@ pub(super) fn read_difference(found: &RoleTensors) -> Option<std::result::Result
     if let Some(dims) = weight
         .as_ref()
         .map(Tensor::dims)
-        .filter(|dims| ![2, 4].contains(&dims.len()))
+        .filter(|dims| ![1, 2, 4].contains(&dims.len()))
     {
         return Some(Err(format!(
-            "its `.diff` {dims:?} is not the whole difference of a linear layer or a convolution"
+            "its `.diff` {dims:?} is not the whole difference of a linear layer, a convolution or a norm"
         )));
     }
     if let Some(dims) = bias.as_ref().map(Tensor::dims).filter(|dims| dims.len() != 1) {
@@ -199,7 +233,9 @@ impl FileLayer for DifferenceTensors {
     }
 
     fn inputs(&self) -> usize {
-        self.weight.as_ref().map_or(0, |weight| weight.dims()[1])
+        self.weight
+            .as_ref()
+            .map_or(0, |weight| weight.dims().get(1).copied().unwrap_or(0))
     }
 
     fn lacks_alpha(&self) -> bool {
@@ -223,6 +259,14 @@ impl FileLayer for DifferenceTensors {
         };
         let (weight, bias) = (select(&self.weight)?, select(&self.bias)?);
         DenseLayer::new(site, weight.as_ref(), bias.as_ref()).map(|layer| -> Arc<dyn WeightAdapter> { Arc::new(layer) })
+    }
+
+    fn norm_adapter(&self, site: Site<'_>, has_bias: bool) -> std::result::Result<Arc<dyn NormAdapter>, String> {
+        if self.bias.is_some() && !has_bias {
+            return Err("the file has a `.diff_b` of it, and the norm of this model has no bias".to_owned());
+        }
+        let layer = DenseLayer::new(site, self.weight.as_ref(), self.bias.as_ref())?;
+        Ok(Arc::new(layer))
     }
 
     fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String> {

@@ -6,6 +6,7 @@ use super::names::NamedLayers;
 use super::tensors::LoraTensors;
 use super::weight_adapter::WeightAdapter;
 use crate::families::LoraNames;
+use crate::nn::NormAdapter;
 use crate::weights::Weight;
 use candle_core::{Result, Tensor};
 use std::any::Any;
@@ -76,6 +77,18 @@ pub trait FileLayer: Debug + Send + Sync {
     /// # Errors
     /// When the shapes do not match.
     fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String>;
+
+    /// The adapter for a norm.
+    ///
+    /// # Errors
+    /// When it is of a type that norms do not have, or the shapes do not match.
+    fn norm_adapter(&self, site: Site<'_>, has_bias: bool) -> std::result::Result<Arc<dyn NormAdapter>, String> {
+        let _ = (site, has_bias);
+        Err(format!(
+            "the file has a {} of a norm, of which only a whole difference can be used",
+            self.kind()
+        ))
+    }
 
     /// Its tensors but those of a LoRA ([`Self::lora`]), by the suffixes that files have for them.
     ///

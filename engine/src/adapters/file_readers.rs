@@ -8,16 +8,18 @@ use super::loha::LohaTensors;
 use super::lokr::LokrTensors;
 use super::lora_file::read_lora;
 use super::oft::read_oft;
+use super::whole_layer::read_whole;
 use std::sync::Arc;
 
 /// Each reads the tensors of a layer if it knows them.
-const READERS: [Reader; 6] = [
+const READERS: [Reader; 7] = [
     read_difference,
     read_decomposed,
     read_lora,
     LokrTensors::read,
     LohaTensors::read,
     read_oft,
+    read_whole,
 ];
 
 /// Reads the tensors of a layer. `None`: they are of no type.

@@ -9,6 +9,7 @@
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
 //! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.hada_w1_a`, `.oft_blocks`, `.dora_scale`, and `.diff` for layers that are kept whole |
 //! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
+//! | ai-toolkit's `full_train_in_out` | `unet_conv_in.weight`, `unet_conv_out.bias` |
 //! | XLabs (FLUX.1) | `double_blocks.0.processor.qkv_lora1.down.weight`, `single_blocks.0.processor.proj_lora.up.weight` |
 
 /// Which tensor of a layer's adapter a key names.
@@ -45,6 +46,10 @@ pub(super) enum TensorRole {
     OftBlocks,
     /// What an OFT multiplies each output with.
     Rescale,
+    /// The weight of a layer that was trained itself.
+    Whole,
+    /// Its bias.
+    WholeBias,
 }
 
 impl TensorRole {
@@ -120,10 +125,18 @@ const OTHER_NETWORKS: [(&str, &str); 6] = [
     (".w_norm", "a norm difference"),
 ];
 
+/// The layers that ai-toolkit saves themselves (`full_train_in_out`).
+const WHOLE_LAYERS: [&str; 2] = ["unet_conv_in", "unet_conv_out"];
+
 /// Splits a key into layer and tensor.
 pub(super) fn parse_key(key: &str) -> ParsedKey<'_> {
     for (suffix, role) in SUFFIXES {
         if let Some(stem) = key.strip_suffix(suffix) {
+            return ParsedKey::Adapter(stem, role);
+        }
+    }
+    for (suffix, role) in [(".weight", TensorRole::Whole), (".bias", TensorRole::WholeBias)] {
+        if let Some(stem) = key.strip_suffix(suffix).filter(|stem| WHOLE_LAYERS.contains(stem)) {
             return ParsedKey::Adapter(stem, role);
         }
     }
@@ -169,5 +182,9 @@ mod tests {
         assert_eq!(parse_key("a.diff"), ParsedKey::Adapter("a", TensorRole::Diff));
         assert_eq!(parse_key("a.diff_b"), ParsedKey::Adapter("a", TensorRole::DiffB));
         assert_eq!(parse_key("conv.weight"), ParsedKey::Unknown);
+        assert_eq!(
+            parse_key("unet_conv_in.bias"),
+            ParsedKey::Adapter("unet_conv_in", TensorRole::WholeBias)
+        );
     }
 }

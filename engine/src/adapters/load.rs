@@ -9,6 +9,7 @@ use crate::families::{self, LoraNames, Part, PartRole};
 use crate::nn::{LayerAdapter, LayerMut};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -41,6 +42,26 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
 pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
     let mut model = families::layout(model, arch, parts)?;
     load_file(&mut model.parts(), LoraFile::open_layout(path)?, 1.0).map(drop)
+}
+
+/// The layers of the denoiser that a LoRA file changes, by their dotted diffusers paths. Reads configs, names and shapes only. `parts`:
+/// as for [`check_lora`].
+///
+/// # Errors
+/// As [`check_lora`].
+pub fn adapted_layers(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<BTreeSet<String>> {
+    let mut model = families::layout(model, arch, parts)?;
+    let mut parts = model.parts();
+    let (index, file) = (index_layers(&mut parts)?, LoraFile::open_layout(path)?);
+    let (found, unknown) = file.resolve(&index)?;
+    check_fits(&parts, &file, &found, &unknown)?;
+    let denoisers: Vec<&str> = parts
+        .iter()
+        .filter(|part| part.role == PartRole::Denoiser)
+        .map(|part| part.id)
+        .collect();
+    let layers = found.into_keys().filter(|(part, _)| denoisers.contains(part));
+    Ok(layers.map(|(_, path)| path).collect())
 }
 
 /// [`load_lora`] of a file that was read.
@@ -119,7 +140,7 @@ fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multip
         ..
     } in parts.iter_mut()
     {
-        layers.visit_layers(&mut |name, layer| {
+        let mut attach = |name: &str, mut layer: LayerMut<'_>| -> Result<()> {
             let Some(tensors) = found.remove(&(*id, name.to_owned())) else {
                 return Ok(());
             };
@@ -130,7 +151,7 @@ fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multip
                 weight: &weight,
                 handle: &handle,
             };
-            let adapter = tensors.adapter(site).map_err(|reason| {
+            let failed = |reason: String| {
                 let origin = file
                     .origin()
                     .map_or_else(String::new, |origin| format!("; it was made for {origin}"));
@@ -138,10 +159,17 @@ fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multip
                     path: file.path.clone(),
                     reason: format!("layer `{name}`: {reason}{origin}"),
                 }
-            })?;
-            attach_adapter(layer, adapter);
+            };
+            if let LayerMut::Norm(norm) = &mut layer {
+                let adapter = tensors.norm_adapter(site, norm.own_bias().is_some());
+                norm.adapters.push(adapter.map_err(failed)?);
+                return Ok(());
+            }
+            attach_adapter(layer, tensors.adapter(site).map_err(failed)?);
             Ok(())
-        })?;
+        };
+        layers.visit_layers(&mut attach)?;
+        layers.visit_norms(&mut attach)?;
     }
     Ok(handle)
 }
@@ -172,6 +200,12 @@ pub(super) fn index_layers(parts: &mut [Part<'_>]) -> Result<LayerIndex> {
             Ok(())
         })?;
         index.add(part, &named);
+        let mut norms = Vec::new();
+        part.layers.visit_norms(&mut |name, norm| {
+            norms.push((name.to_owned(), norm.weight().dims().first().copied().unwrap_or(0)));
+            Ok(())
+        })?;
+        index.add_norms(part.id, &norms);
     }
     Ok(index)
 }
@@ -181,5 +215,7 @@ pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<dyn LayerAdapter>
     match layer {
         LayerMut::Linear(l) => l.adapters.push(adapter),
         LayerMut::Conv2d(c) => c.adapters.push(adapter),
+        // Norms have adapters of their own (`NormAdapter`).
+        LayerMut::Norm(_) => {}
     }
 }

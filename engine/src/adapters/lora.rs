@@ -59,6 +59,11 @@ impl TrainedLayer for LoraLayer {
         [(down, &self.down), (up, &self.up)].into_iter().chain(scalar).collect()
     }
 
+    /// `down` keeps its values, as in ai-toolkit (`reset_weights` of `toolkit/network_mixins.py`).
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        Some(vec![&self.up])
+    }
+
     /// The scalar is multiplied into `up`, as LyCORIS saves it: few programs read it as a tensor of its own.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
         let [down, up] = self.names.matrices();

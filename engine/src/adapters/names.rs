@@ -91,6 +91,7 @@ fn prefixes(part: &str) -> &'static [&'static str] {
             "lycoris_",
             "base_model.model.unet.",
             "unet.",
+            "unet_",
             "diffusion_model.",
             "base_model.model.",
             "",
@@ -214,6 +215,19 @@ impl LayerIndex {
             }
         }
         self.parts.push(PartNames { id, role, names });
+    }
+
+    /// Adds the norms of a part that was added, which files name as diffusers does.
+    pub(super) fn add_norms(&mut self, id: &'static str, norms: &[(String, usize)]) {
+        for part in self.parts.iter_mut().filter(|part| part.id == id) {
+            for norm in norms {
+                part.names.entry(flatten(&norm.0)).or_insert_with(|| NamedLayers {
+                    part: id,
+                    layers: vec![norm.clone()],
+                    halves_swapped: false,
+                });
+            }
+        }
     }
 
     /// The layers that a stem (a key without its suffix) names.

@@ -1,7 +1,7 @@
 //! The trainable network of a model: its target layers, saving and loading. The types of adapters are in files of their own.
 
 use super::adapter_file::LoraFile;
-use super::difference::Difference;
+use super::difference::{DenseLayer, Difference};
 use super::handle::LoraHandle;
 use super::layer::Dropout;
 use super::load::{attach_adapter, index_layers};
@@ -9,10 +9,13 @@ use super::lora::Lora;
 use super::names::{LayerIndex, LayerKey, flatten, old_prefix, saved_name, toolkit_name};
 use super::ranks::{LayerRank, Rank, ranks_of};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
+use super::whole_layer::{PREFIX, WHOLE_LAYERS, Whole};
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Part, PartRole};
+use crate::nn::LayerMut;
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
+use aitk_common::job::lora_containers::is_in_container;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,9 +39,15 @@ pub struct LoraConfig {
     pub only_if_contains: Vec<String>,
     /// Layers whose name contains one of these strings are no targets. Takes precedence over `only_if_contains`.
     pub ignore_if_contains: Vec<String>,
-    /// Targets whose name contains one of these strings, and convolutions too whatever their kernel, are trained as whole differences
-    /// of weight and bias ([`Difference`]), whatever the type of the network.
+    /// Targets whose name contains one of these strings, also norms, and convolutions whatever their kernel, are trained as whole
+    /// differences of weight and bias ([`Difference`]), whatever the type of the network.
     pub full_if_contains: Vec<String>,
+    /// All norms are trained as whole differences.
+    pub norms: bool,
+    /// Only layers and norms in modules of a U-Net with these class names in diffusers are targets. Empty: all are.
+    pub containers: Vec<String>,
+    /// The first and the last convolution of a U-Net are trained themselves, whatever the filters say.
+    pub whole_in_out: bool,
     /// Only layers with at least this many weights and biases are targets.
     pub parameter_threshold: u64,
     /// Only layers in the repeated blocks of a transformer ([`Part::blocks`]) are targets.
@@ -58,6 +67,9 @@ impl Default for LoraConfig {
             only_if_contains: Vec::new(),
             ignore_if_contains: Vec::new(),
             full_if_contains: Vec::new(),
+            norms: false,
+            containers: Vec::new(),
+            whole_in_out: false,
             parameter_threshold: 0,
             blocks_only: true,
         }
@@ -71,9 +83,44 @@ enum Target {
     Adapter(Rank),
     /// As a whole difference.
     Difference,
+    /// Itself.
+    Whole,
 }
 
 impl LoraConfig {
+    /// The names of a layer or norm by which filters of the config select it. `None`: they leave it out, or it is in no part of the model
+    /// that is trained.
+    fn selected(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> Option<Names> {
+        if part.role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
+            return None;
+        }
+        let is_in = |block: &&str| path.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
+        if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
+            return None;
+        }
+        let is_unet = part.role == PartRole::Denoiser && part.part_names == LoraNames::Flattened;
+        if is_unet && !is_in_container(&self.containers, path) {
+            return None;
+        }
+        let parameters = dims.iter().product::<usize>() + if has_bias { dims[0] } else { 0 };
+        if (parameters as u64) < self.parameter_threshold {
+            return None;
+        }
+        let names = Names::of(part, path);
+        if self.ignore_if_contains.iter().any(|s| contain(s, &names.dotted)) {
+            return None;
+        }
+        let is_selected =
+            self.only_if_contains.is_empty() || self.only_if_contains.iter().any(|text| names.contain(text));
+        is_selected.then_some(names)
+    }
+
+    /// Whether a norm of a part with this path and weight shape is trained.
+    fn trains_norm(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> bool {
+        let names = self.selected(part, path, dims, has_bias);
+        names.is_some_and(|names| self.norms || self.full_if_contains.iter().any(|text| names.contain(text)))
+    }
+
     /// How a layer of a part with this path and weight shape is trained; `None` if it is no target. `of_file`: the ranks of the layers
     /// of a file, which alone are targets.
     fn target(
@@ -84,39 +131,15 @@ impl LoraConfig {
         has_bias: bool,
         of_file: Option<&BTreeMap<LayerKey, Rank>>,
     ) -> Option<Target> {
-        if part.role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
-            return None;
+        if self.whole_in_out && part.role == PartRole::Denoiser && WHOLE_LAYERS.contains(&path) {
+            return Some(Target::Whole);
         }
-        let is_in = |block: &&str| path.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
-        if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
-            return None;
-        }
-        let parameters = dims.iter().product::<usize>() + if has_bias { dims[0] } else { 0 };
-        if (parameters as u64) < self.parameter_threshold {
-            return None;
-        }
-        let mut dotted = vec![format!("{}.{path}", part.lora_prefix)];
-        let saved = part.saved_name(path);
-        dotted.extend(toolkit_name(&saved_name(
-            part.part_names,
-            part.role,
-            part.lora_prefix,
-            path,
-        )));
-        let contain = |s: &String, names: &[String]| names.iter().any(|name| name.contains(s.as_str()));
-        if self.ignore_if_contains.iter().any(|s| contain(s, &dotted)) {
-            return None;
-        }
-        let flattened: Vec<String> = dotted.iter().chain([&saved]).map(|name| flatten(name)).collect();
-        let selects = |s: &String| contain(s, &dotted) || contain(s, &flattened);
-        if !self.only_if_contains.is_empty() && !self.only_if_contains.iter().any(selects) {
-            return None;
-        }
-        if self.full_if_contains.iter().any(selects) {
+        let names = self.selected(part, path, dims, has_bias)?;
+        if self.full_if_contains.iter().any(|text| names.contain(text)) {
             return Some(Target::Difference);
         }
-        let entry = self.layer_ranks.iter().find(|entry| selects(&entry.contains));
-        let has_large_kernel = dims[2..].iter().any(|side| *side > 1);
+        let entry = self.layer_ranks.iter().find(|entry| names.contain(&entry.contains));
+        let has_large_kernel = has_large_kernel(dims);
         let Rank { rank, alpha } = match (of_file, entry) {
             (Some(ranks), _) => *ranks.get(&(part.part, path.to_owned()))?,
             (None, Some(entry)) if has_large_kernel => entry.conv,
@@ -138,6 +161,40 @@ impl LoraConfig {
         };
         (rank > 0).then_some(Target::Adapter(Rank { rank, alpha }))
     }
+}
+
+/// The names of a layer that filters match.
+struct Names {
+    dotted: Vec<String>,
+    flattened: Vec<String>,
+}
+
+impl Names {
+    fn of(part: Naming, path: &str) -> Self {
+        let mut dotted = vec![format!("{}.{path}", part.lora_prefix)];
+        let saved = part.saved_name(path);
+        dotted.extend(toolkit_name(&saved_name(
+            part.part_names,
+            part.role,
+            part.lora_prefix,
+            path,
+        )));
+        let flattened = dotted.iter().chain([&saved]).map(|name| flatten(name)).collect();
+        Self { dotted, flattened }
+    }
+
+    fn contain(&self, text: &str) -> bool {
+        contain(text, &self.dotted) || contain(text, &self.flattened)
+    }
+}
+
+fn contain(text: &str, names: &[String]) -> bool {
+    names.iter().any(|name| name.contains(text))
+}
+
+/// Whether a weight of this shape is that of a convolution with a kernel above 1x1.
+fn has_large_kernel(dims: &[usize]) -> bool {
+    dims.iter().skip(2).any(|side| *side > 1)
 }
 
 /// How the layers of a part are named.
@@ -238,6 +295,13 @@ impl LoraNetwork {
                 "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
             ));
         }
+        let denoisers = parts.iter().filter(|part| part.role == PartRole::Denoiser);
+        if config.whole_in_out && denoisers.clone().any(|part| part.lora_names == LoraNames::Dotted) {
+            return Err(EngineError::bad_input(
+                "network.network_kwargs.full_train_in_out: only U-Nets have the two layers (`conv_in`, `conv_out`) that are trained, and this \
+                 model has a transformer: set it to false",
+            ));
+        }
         for part in parts.iter() {
             adapter.check_names(part.lora_names).map_err(EngineError::bad_input)?;
         }
@@ -257,12 +321,17 @@ impl LoraNetwork {
                     Target::Adapter(rank) if adapter.covers(naming.role, path) => (adapter, rank),
                     Target::Adapter(_) => return Ok(()),
                     Target::Difference => (&Difference as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
+                    Target::Whole => (&Whole as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
                 };
+                let bias = layer.bias().cloned();
                 let new = NewLayer {
-                    name: naming.saved_name(path),
+                    name: match target {
+                        Target::Whole => format!("{PREFIX}{path}"),
+                        _ => naming.saved_name(path),
+                    },
                     names: naming.names,
                     weight: &weight,
-                    has_bias: layer.bias().is_some(),
+                    bias: bias.as_ref(),
                     dims,
                     device: weight.device(),
                     rank,
@@ -275,10 +344,42 @@ impl LoraNetwork {
                     part: naming.part,
                     role: naming.role,
                     path: path.to_owned(),
-                    has_large_kernel: dims[2..].iter().any(|side| *side > 1),
+                    has_large_kernel: has_large_kernel(dims),
                     layer: trained.clone(),
                 });
                 attach_adapter(layer, trained);
+                Ok(())
+            })?;
+        }
+        for part in parts.iter_mut() {
+            let naming = Naming::of(part, adapter);
+            part.layers.visit_norms(&mut |path, norm| {
+                let LayerMut::Norm(norm) = norm else { return Ok(()) };
+                let (weight, bias) = (norm.weight.clone(), norm.own_bias().cloned());
+                let dims = weight.dims();
+                if !config.trains_norm(naming, path, dims, bias.is_some()) {
+                    return Ok(());
+                }
+                let layer = Arc::new(DenseLayer::zeros(NewLayer {
+                    name: naming.saved_name(path),
+                    names: naming.names,
+                    weight: &weight,
+                    bias: bias.as_ref(),
+                    dims,
+                    device: weight.device(),
+                    rank: 1,
+                    alpha: 1.0,
+                    dropout: config.dropout,
+                    handle: &handle,
+                })?);
+                norm.adapters.push(layer.clone());
+                targets.push(TargetLayer {
+                    part: naming.part,
+                    role: naming.role,
+                    path: path.to_owned(),
+                    has_large_kernel: false,
+                    layer,
+                });
                 Ok(())
             })?;
         }
@@ -301,6 +402,14 @@ impl LoraNetwork {
     #[must_use]
     pub fn covers_text_encoder(&self) -> bool {
         self.targets.iter().any(|e| e.role == PartRole::TextEncoder)
+    }
+
+    /// The adapter of each layer, by part and path.
+    pub(super) fn layers_by_path(&self) -> BTreeMap<(&str, &str), &Arc<dyn TrainedLayer>> {
+        let targets = self.targets.iter();
+        targets
+            .map(|target| ((target.part, &*target.path), &target.layer))
+            .collect()
     }
 
     /// The trained parameters in a fixed order: for each layer its own, with the names that files have for them.

@@ -379,10 +379,24 @@ fn an_invalid_file_is_an_error_that_names_it() {
     check_error(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
     check_error(&one(&[("lora_unet_conv_in.diff_b", &[4])]), "the model needs");
     check_error(
-        &one(&[("lora_unet_conv_norm_out.diff", &[32])]),
-        "layer `lora_unet_conv_norm_out`: its `.diff` [32] is not the whole difference",
+        &one(&[("lora_unet_conv_norm_out.diff", &[32, 3, 3])]),
+        "layer `lora_unet_conv_norm_out`: its `.diff` [32, 3, 3] is not the whole difference",
     );
     check_error(&one(&[("lora_unet_conv_in.diff", &[32, 4, 5, 3])]), "the model needs");
+    check_error(&one(&[("lora_unet_conv_in.diff", &[32])]), "the model needs");
+    check_error(&one(&[("lora_unet_conv_norm_out.diff", &[31])]), "the model needs");
+    check_error(
+        &one(&[
+            ("lora_unet_conv_norm_out.lora_down.weight", &[4, 32]),
+            ("lora_unet_conv_norm_out.lora_up.weight", &[32, 4]),
+        ]),
+        "a LoRA of a norm, of which only a whole difference can be used",
+    );
+    check_error(
+        &one(&[("unet_conv_in.bias", &[32])]),
+        "no `.weight`: the file is incomplete",
+    );
+    check_error(&one(&[("unet_conv_in.weight", &[32, 4, 5, 3])]), "the model needs");
     let layer = [("unet.conv_in.lora_A.weight", t(&[4, 4, 3, 3]))].map(|(n, t)| (n.to_owned(), t));
     let peft = r#"{"unet.r": 4, "unet.lora_alpha": 4, "unet.alpha_pattern": {"attn2.*": 2}}"#;
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), peft.to_owned())]);

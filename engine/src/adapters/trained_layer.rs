@@ -46,8 +46,8 @@ pub struct NewLayer<'a> {
     pub names: LoraNames,
     /// Its weight.
     pub weight: &'a Weight,
-    /// Whether it has a bias.
-    pub has_bias: bool,
+    /// Its bias.
+    pub bias: Option<&'a Tensor>,
     /// The shape of its weight.
     pub dims: &'a [usize],
     /// The device of its weight.
@@ -81,6 +81,29 @@ pub trait TrainedLayer: WeightAdapter {
     /// # Errors
     /// When the device fails.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>>;
+
+    /// The variables that are zero while it changes nothing. `None`: no zero does that, so it cannot start anew.
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        None
+    }
+
+    /// Whether it changes the bias of its layer too.
+    fn changes_bias(&self) -> bool {
+        false
+    }
+
+    /// What it adds to the bias at strength 1, float32, without gradients. `None`: nothing.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn bias_change(&self) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    /// The weight and the bias that it puts in place of those of its layer, float32, if it is not a change of them.
+    fn replacement(&self) -> Option<(Tensor, Option<Tensor>)> {
+        None
+    }
 
     /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for all its matrices (`scale_weight_norms`).
     ///

@@ -215,7 +215,7 @@ fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropo
         name: "layer".to_owned(),
         names: LoraNames::Dotted,
         weight: &layer.weight,
-        has_bias: true,
+        bias: Some(&layer.bias),
         dims: layer.weight.dims(),
         device: &Device::Cpu,
         rank: 3,
@@ -283,7 +283,7 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
                     name: "layer".to_owned(),
                     names,
                     weight: &layer.weight,
-                    has_bias: true,
+                    bias: Some(&layer.bias),
                     dims: layer.weight.dims(),
                     device: &Device::Cpu,
                     rank: 3,
@@ -461,7 +461,7 @@ fn damaged_tensors_of_every_type_are_errors() {
             &[("oft_blocks", &[4, 2, 2]), ("rescale", &[7, 1])],
             "numbers of outputs",
         ),
-        (&[("diff", &[4]), ("diff_b", &[4])], "not the whole difference"),
+        (&[("diff", &[4, 2, 2]), ("diff_b", &[4])], "not the whole difference"),
         (&[("diff_b", &[4, 1])], "not the difference of a bias"),
         (
             &[

@@ -300,7 +300,29 @@ pub trait Model: Send + Debug {
     ///
     /// # Errors
     /// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
-    fn load_trained(&self, path: &Path) -> Result<()>;
+    fn load_trained(&self, path: &Path) -> Result<()> {
+        let (names, vars): (Vec<_>, Vec<_>) = self.trained().iter().cloned().unzip();
+        let like: Vec<_> = names
+            .into_iter()
+            .zip(vars.iter().map(Var::as_detached_tensor))
+            .collect();
+        self.read_saved(path, &like, &mut |index, tensor| {
+            Ok(vars[index].set(&tensor.contiguous()?)?)
+        })
+    }
+
+    /// Reads tensors of a saved model by part and name, as those of [`Self::trained`]. Each is passed to `found` with its index, in the
+    /// dtype and on the device of the tensor in `like`.
+    ///
+    /// # Errors
+    /// The first error of `found`; when it cannot be read, or a tensor is missing or has another shape than in `like`. Then `found` was
+    /// not called.
+    fn read_saved(
+        &self,
+        path: &Path,
+        like: &[(String, Tensor)],
+        found: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()>;
 
     /// Checks that the model can be saved as a single file. Call this before training.
     ///

@@ -69,6 +69,15 @@ impl PromptReading {
     }
 }
 
+/// What a job changes of the weights of the denoiser and of the text encoders.
+#[derive(Clone, Debug, Default)]
+pub struct WeightChanges {
+    /// Which tensors are trained.
+    pub trained: [TrainableFilter; 2],
+    /// Whether a network is merged into them.
+    pub merged: [bool; 2],
+}
+
 /// Options for loading a model.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
@@ -127,6 +136,7 @@ impl LoadOptions {
             qtype.map(|qtype| QuantizationConfig {
                 qtype,
                 exclude: exclude.to_vec(),
+                adapted: None,
             })
         };
         Self {
@@ -138,6 +148,22 @@ impl LoadOptions {
             memory_options: MemoryOptions::of(profile).merge(model.memory_options()),
             ..Self::cpu()
         }
+    }
+
+    /// Sets what the job changes of denoiser and text encoders. A changed part is neither quantised nor streamed.
+    #[must_use]
+    pub fn changing(self, changes: WeightChanges) -> Self {
+        let [denoiser, text_encoder] = changes.trained;
+        let mut options = self.training(denoiser, text_encoder);
+        if changes.merged[0] {
+            options.denoiser_quantization = None;
+            options.memory_options.denoiser_streamed = 0.0;
+        }
+        if changes.merged[1] {
+            options.text_encoder_quantization = None;
+            options.memory_options.text_streamed = 0.0;
+        }
+        options
     }
 
     /// Sets the tensors of denoiser and text encoders that are trained. A trained part is neither quantised nor

@@ -6,7 +6,7 @@ use super::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadat
 use crate::error::{EngineError, Result};
 use crate::weights::{Index, SafetensorsLayout, Weights};
 use aitk_common::fsutil;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -51,23 +51,28 @@ impl TransformerSource {
     }
 }
 
-/// Loads the trained tensors of a transformer (`transformer.` and diffusers' name) from the folder of a saved one.
+/// Reads tensors of a transformer (`transformer.` and diffusers' name) from the folder of a saved one
+/// ([`Model::read_saved`](super::Model::read_saved)).
 ///
 /// # Errors
-/// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
-pub(super) fn load_trained(trained: &[(String, Var)], path: &Path) -> Result<()> {
+/// As there.
+pub(super) fn read_saved(
+    path: &Path,
+    like: &[(String, Tensor)],
+    found: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+) -> Result<()> {
     let index = Index::open(path.join(TRANSFORMER))?;
-    let mut sources = Vec::with_capacity(trained.len());
-    for (name, var) in trained {
+    let mut names = Vec::with_capacity(like.len());
+    for (name, tensor) in like {
         let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
         let inner = inner.ok_or_else(|| {
             EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
         })?;
-        index.check_shape(inner, var.shape())?;
-        sources.push((inner, var));
+        index.check_shape(inner, tensor.shape())?;
+        names.push(inner);
     }
-    for (name, var) in sources {
-        var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
+    for (at, (name, (_, tensor))) in names.into_iter().zip(like).enumerate() {
+        found(at, index.read(name, tensor.dtype(), tensor.device())?)?;
     }
     Ok(())
 }

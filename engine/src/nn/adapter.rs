@@ -55,6 +55,15 @@ pub trait LayerAdapter: Send + Sync + Debug {
     }
 }
 
+/// An adapter of a norm.
+pub trait NormAdapter: Send + Sync + Debug {
+    /// What it adds to the weight and to the bias, [channels] each, at the strength of the current pass. `None`: nothing.
+    ///
+    /// # Errors
+    /// When an operation fails.
+    fn changes(&self) -> candle_core::Result<[Option<Tensor>; 2]>;
+}
+
 /// The low-rank change `scale * up * down` of a weight (E. Hu and others, "LoRA: Low-Rank Adaptation of Large Language
 /// Models", 2021).
 #[derive(Clone, Debug)]

@@ -36,7 +36,7 @@ mod transpose;
 mod visit_layers;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
-pub use adapter::{BaseLayer, LayerAdapter, LayerKind, LowRank};
+pub use adapter::{BaseLayer, LayerAdapter, LayerKind, LowRank, NormAdapter};
 pub use attention::{Attention, key_bias, softmax};
 pub use conv1d::conv1d;
 pub use conv2d::{Conv2d, conv2d};
@@ -47,7 +47,7 @@ pub use hadamard::hadamard_of_products;
 pub use kron::kron;
 pub use linear::{Linear, linear};
 pub use modulate::{gated_residual, modulate};
-pub use norm::{GroupNorm, LayerNorm, RmsNorm};
+pub use norm::{GroupNorm, LayerNorm, NormParams, RmsNorm};
 pub use resize::upsample_nearest;
 pub use rotary::{Rotary, RotaryPairs};
 pub use scale_channels::scale_channels;

@@ -1,6 +1,6 @@
 //! How a model shows its layers to adapters.
 
-use super::{Conv2d, Linear};
+use super::{Conv2d, Linear, NormParams};
 use crate::error::Result;
 use crate::weights::Weight;
 use candle_core::Tensor;
@@ -12,6 +12,8 @@ pub enum LayerMut<'a> {
     Linear(&'a mut Linear),
     /// A convolution.
     Conv2d(&'a mut Conv2d),
+    /// A norm, which [`VisitLayers::visit_norms`] shows.
+    Norm(&'a mut NormParams),
 }
 
 impl LayerMut<'_> {
@@ -21,6 +23,7 @@ impl LayerMut<'_> {
         match self {
             Self::Linear(layer) => &layer.weight,
             Self::Conv2d(layer) => &layer.weight,
+            Self::Norm(norm) => &norm.weight,
         }
     }
 
@@ -30,6 +33,25 @@ impl LayerMut<'_> {
         match self {
             Self::Linear(layer) => layer.bias.as_ref(),
             Self::Conv2d(layer) => layer.bias.as_ref(),
+            Self::Norm(norm) => norm.own_bias(),
+        }
+    }
+
+    /// Replaces its weight by a tensor of the same shape.
+    pub fn set_weight(&mut self, weight: Tensor) {
+        match self {
+            Self::Linear(layer) => layer.weight = Weight::Plain(weight),
+            Self::Conv2d(layer) => layer.weight = Weight::Plain(weight),
+            Self::Norm(norm) => norm.weight = Weight::Plain(weight),
+        }
+    }
+
+    /// Replaces its bias by a tensor of the same shape.
+    pub fn set_bias(&mut self, bias: Tensor) {
+        match self {
+            Self::Linear(layer) => layer.bias = Some(bias),
+            Self::Conv2d(layer) => layer.bias = Some(bias),
+            Self::Norm(norm) => norm.bias = bias,
         }
     }
 }
@@ -42,6 +64,16 @@ pub trait VisitLayers {
     /// # Errors
     /// The first error of `f`, which ends the visit.
     fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()>;
+
+    /// Calls `f` with every norm that has a weight and its dotted diffusers path, always in the same order. None of a model whose norms
+    /// adapters do not change: text encoders.
+    ///
+    /// # Errors
+    /// The first error of `f`, which ends the visit.
+    fn visit_norms(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        let _ = f;
+        Ok(())
+    }
 }
 
 /// Joins a path and a name with a dot; only the name if the path is empty.

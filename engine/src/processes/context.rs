@@ -2,12 +2,13 @@
 
 use super::events::{EventSink, OutputRequests, StopSignal};
 use super::log_file::LogFile;
-use crate::adapters::LoadedLora;
+use crate::adapters::{LoadedLora, adapted_layers, load_lora};
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::families::{self, EncodedPrompts, LearnedWord, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders};
-use crate::weights::TrainableFilter;
+use crate::families::{
+    self, EncodedPrompts, LearnedWord, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders, WeightChanges,
+};
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
 use aitk_common::job::model::ModelConfig;
@@ -136,8 +137,8 @@ impl Context<'_> {
 
     /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
     /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
-    /// is handled as the profile says. `[denoiser, text_encoder]`: which of their own tensors are trained. `prompts`: prompts that
-    /// were encoded before; then the text encoders are not loaded.
+    /// is handled as the profile says. `changes`: what the job changes of the weights. `prompts`: prompts that were
+    /// encoded before; then the text encoders are not loaded. An accuracy recovery adapter is attached.
     ///
     /// # Errors
     /// As [`families::load`] and [`Model::replace_codec`].
@@ -145,19 +146,35 @@ impl Context<'_> {
         &mut self,
         config: &ModelConfig,
         compute: &Compute,
-        [denoiser, text_encoder]: [TrainableFilter; 2],
+        changes: WeightChanges,
         prompts: Option<Arc<dyn EncodedPrompts>>,
     ) -> Result<LoadedModel> {
         let encodes_prompts = prompts.is_none();
-        let options = LoadOptions {
+        let mut options = LoadOptions {
             prompts,
             parts: self.part_paths(config)?,
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
         }
-        .training(denoiser, text_encoder);
+        .changing(changes);
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
+        let mut recovery = None;
+        if let (Some(adapter), Some(quantization)) =
+            (&config.accuracy_recovery_adapter, &mut options.denoiser_quantization)
+        {
+            let adapter = self.local_path(adapter)?;
+            quantization.adapted = Some(adapted_layers(&adapter, &path, config.arch.name, &options.parts)?);
+            recovery = Some(adapter);
+        }
         let mut model = families::load(&path, config.arch.name, &options)?;
+        if let Some(adapter) = recovery {
+            // As ai-toolkit, which quantises the text encoders without it.
+            let mut parts = model.parts();
+            parts.retain(|part| part.role == PartRole::Denoiser);
+            let loaded = load_lora(&mut parts, &adapter, 1.0)?;
+            drop(parts);
+            self.log_loaded_lora(&adapter, &loaded);
+        }
         for (role, kinds) in model.quantised_in_file() {
             let key_and_qtype = match role {
                 PartRole::Denoiser => config.quantization().map(|qtype| ("qtype", qtype)),

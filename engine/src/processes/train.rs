@@ -12,6 +12,7 @@ mod image_batches;
 mod latents;
 mod learned_snr;
 mod loss_plot;
+mod merging;
 mod objective;
 mod options;
 mod preservation;
@@ -140,7 +141,7 @@ impl<'a> Run<'a> {
             mut model,
             vae_path,
             memory_options,
-        } = cx.load_model(&process.model, &compute, target::trained_tensors(process), prompts)?;
+        } = cx.load_model(&process.model, &compute, target::weight_changes(process), prompts)?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
             let mut loaded = load_lora(&mut model.parts(), &path, 1.0)?;
@@ -204,6 +205,7 @@ impl<'a> Run<'a> {
             validation: validation.map(Arc::new),
             learned_snr: options::learns_snr(process).then(SharedLearnedSnr::default),
             misses_validation: false,
+            has_merged: false,
             reading: Duration::ZERO,
             metrics,
             stop: cx.stop.clone(),
@@ -393,6 +395,12 @@ mod lycoris_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod merging_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod network_layer_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod our_lora_tests;

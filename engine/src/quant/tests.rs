@@ -232,6 +232,7 @@ fn plain_layers_and_bytes(model: &mut SdModel) -> (Vec<String>, usize) {
         let weight = match layer {
             LayerMut::Linear(layer) => &layer.weight,
             LayerMut::Conv2d(layer) => &layer.weight,
+            LayerMut::Norm(norm) => &norm.weight,
         };
         bytes += weight.bytes();
         if matches!(weight, Weight::Plain(_)) {
@@ -249,6 +250,7 @@ fn a_model_is_quantised_on_load_except_for_excluded_layers() {
         denoiser_quantization: Some(QuantizationConfig {
             qtype: QType::Int8,
             exclude: vec!["*.attn1.to_q".into()],
+            adapted: None,
         }),
         ..LoadOptions::cpu()
     };

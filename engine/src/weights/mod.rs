@@ -250,7 +250,9 @@ impl Weights {
             } else {
                 tensor.device().clone()
             };
-            if let Some(quantized) = Quantized::quantize(&tensor.to_device(&first)?, quantization.qtype)? {
+            if let Some(quantized) =
+                Quantized::quantize(&tensor.to_device(&first)?, quantization.qtype_of(&self.prefix))?
+            {
                 return Ok(Weight::Quantized(self.placed(quantized)?));
             }
         }

@@ -1,6 +1,7 @@
 //! Which tensors are trained, and which layers are quantised, by their names.
 
 use aitk_common::job::QType;
+use std::collections::BTreeSet;
 use wildmatch::WildMatch;
 
 /// Selects the tensors that are handed out as trainable variables, by name.
@@ -67,9 +68,19 @@ pub struct QuantizationConfig {
     pub qtype: QType,
     /// Names of layers that are not quantised; `*` matches any text, `?` one character.
     pub exclude: Vec<String>,
+    /// The layers of an accuracy recovery adapter, if there is one: the others are quantised in 8 bits.
+    pub adapted: Option<BTreeSet<String>>,
 }
 
 impl QuantizationConfig {
+    /// The type to which this layer is quantised. As ai-toolkit, which quantises the layers without an adapter to `uint8`.
+    pub(super) fn qtype_of(&self, layer: &str) -> QType {
+        match &self.adapted {
+            Some(adapted) if !adapted.contains(layer) => QType::Int8,
+            _ => self.qtype,
+        }
+    }
+
     /// Whether this layer is quantised.
     pub(super) fn applies_to(&self, layer: &str) -> bool {
         !self

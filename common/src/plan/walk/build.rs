@@ -3,6 +3,7 @@
 use super::layers::{Adapter, AdapterForm, KronSizes, Layer, Unpacking};
 use super::norm::Norm;
 use crate::job::lokr::{lokr_factors, lokr_is_full};
+use crate::job::lora_containers::is_in_container;
 use crate::plan::names::{NameFilter, matches_glob};
 use crate::plan::qtype::QType;
 
@@ -26,6 +27,12 @@ pub(in crate::plan) enum AdapterKind {
 /// The blocks of a U-Net whose layers get a LoCon (`engine/src/adapters/locon.rs`).
 const LOCON_BLOCKS: [&str; 4] = ["attentions", "resnets", "downsamplers", "upsamplers"];
 
+/// The layers of a U-Net that `full_train_in_out` trains (`engine/src/adapters/whole_layer.rs`).
+const WHOLE_LAYERS: [&str; 2] = ["conv_in", "conv_out"];
+
+/// The beginning of the names of a U-Net's layers in LoRA files.
+const UNET_PREFIX: &str = "lora_unet";
+
 /// The adapter (LoRA) of a job.
 #[derive(Clone, Debug, Default)]
 pub(in crate::plan) struct AdapterOptions {
@@ -39,6 +46,12 @@ pub(in crate::plan) struct AdapterOptions {
     pub(in crate::plan) filter: NameFilter,
     /// Layers whose name contains one of these are trained as whole differences.
     pub(in crate::plan) full_if_contains: Vec<String>,
+    /// The class names of the modules of a U-Net in which layers get an adapter; empty: all do.
+    pub(in crate::plan) containers: Vec<String>,
+    /// All norms are trained as whole differences.
+    pub(in crate::plan) norms: bool,
+    /// The first and the last convolution of a U-Net are trained themselves.
+    pub(in crate::plan) whole_in_out: bool,
     /// Layers with fewer weights and biases have no adapter.
     pub(in crate::plan) parameter_threshold: f64,
 }
@@ -354,7 +367,15 @@ impl Builder {
     /// The adapter of the layer, if the job has one for it.
     fn adapter(&self, name: &str, sizes: LayerSizes) -> Option<Adapter> {
         let options = self.options.adapter.as_ref()?;
-        if !self.options.lora_layers.include(name) {
+        // Two layers of a U-Net, whatever the filters say.
+        if options.whole_in_out && WHOLE_LAYERS.contains(&name) {
+            return Some(Adapter {
+                rank: 1.0,
+                dropout: false,
+                form: AdapterForm::Difference,
+            });
+        }
+        if !self.options.lora_layers.include(name) || !self.is_in_container(name) {
             return None;
         }
         let fan_in = sizes.inputs * sizes.kernel * sizes.kernel;
@@ -420,6 +441,7 @@ impl Builder {
     /// A norm with a weight and a bias.
     pub(super) fn norm(&mut self, name: &str, channels: f64) -> Norm {
         let trained = ["weight", "bias"].map(|part| self.vector(&format!("{name}.{part}"), channels));
+        self.norm_difference(name, channels, true);
         Norm {
             index: self.index(),
             trained: channels * trained.into_iter().map(f64::from).sum::<f64>(),
@@ -430,10 +452,46 @@ impl Builder {
     /// An RMS norm, which has a weight alone.
     pub(super) fn rms_norm(&mut self, name: &str, channels: f64) -> Norm {
         let is_trained = self.vector(&format!("{name}.weight"), channels);
+        self.norm_difference(name, channels, false);
         Norm {
             index: self.index(),
             trained: channels * f64::from(is_trained),
             centres: false,
+        }
+    }
+
+    /// Whether a layer of a U-Net is in a module whose layers get an adapter.
+    fn is_in_container(&self, name: &str) -> bool {
+        let is_unet = self.options.lora_prefix == UNET_PREFIX;
+        let containers = self
+            .options
+            .adapter
+            .as_ref()
+            .map(|options| options.containers.as_slice());
+        !is_unet || is_in_container(containers.unwrap_or_default(), name)
+    }
+
+    /// Counts the whole difference of a norm, if the job trains one.
+    fn norm_difference(&mut self, name: &str, channels: f64, bias: bool) {
+        let Some(options) = &self.options.adapter else { return };
+        let parameters = if bias { 2.0 * channels } else { channels };
+        let is_text = matches!(self.options.lora_layers, LoraLayers::AttentionAndMlp);
+        if is_text
+            || !self.options.lora_layers.include(name)
+            || !self.is_in_container(name)
+            || parameters < options.parameter_threshold
+        {
+            return;
+        }
+        let dotted = format!("{}.{name}", self.options.lora_prefix);
+        let flattened = dotted.replace('.', "_");
+        let has_part = |part: &String| dotted.contains(part.as_str()) || flattened.contains(part.as_str());
+        let is_trained = options.norms || options.full_if_contains.iter().any(has_part);
+        if is_trained && options.filter.selects_layer(&dotted) {
+            self.trained(channels, None);
+            if bias {
+                self.trained(channels, None);
+            }
         }
     }
 

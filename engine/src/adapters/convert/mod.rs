@@ -20,6 +20,7 @@ use super::load::check_fits;
 use super::names::{LayerIndex, LayerKey, NamedLayers};
 use super::save::is_finite;
 use super::tensors::LoraTensors;
+use super::whole_layer::WHOLE_LAYER;
 use crate::error::{EngineError, Result};
 use crate::families::{self, LoraNames};
 use crate::svd::Svd;
@@ -223,6 +224,12 @@ impl Converter {
         let Some(weight) = self.weights.get(key) else {
             return Err(format!("layer `{}` is not in the model", key.1));
         };
+        if layer.kind() == WHOLE_LAYER {
+            return Err(format!(
+                "layer `{}` was trained itself (`full_train_in_out`), for which other programs have no name",
+                key.1
+            ));
+        }
         let site = Site {
             name: key.1.clone(),
             names: LoraNames::Dotted,

@@ -29,6 +29,10 @@ impl TrainedLayer for LohaLayer {
             .collect())
     }
 
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        Some(vec![&self.second.left])
+    }
+
     fn limit_norm(&self, max: f64) -> Result<()> {
         let product = |product: &Product| {
             let (left, right) = (product.left.as_detached_tensor(), product.right.as_detached_tensor());

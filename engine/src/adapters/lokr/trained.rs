@@ -26,6 +26,13 @@ impl TrainedLayer for LokrLayer {
             .collect())
     }
 
+    fn zeroed(&self) -> Option<Vec<&Var>> {
+        Some(vec![match &self.second {
+            Factor::Full(matrix) => matrix,
+            Factor::LowRank(_, right) => right,
+        }])
+    }
+
     /// The norm of a Kronecker product is the product of the norms.
     fn limit_norm(&self, max: f64) -> Result<()> {
         let norm = |factor: &Factor| match factor {

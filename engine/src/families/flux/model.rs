@@ -7,7 +7,7 @@ use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter
 use crate::families::options::LoadOptions;
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
-use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
+use crate::families::transformer_folder::{TransformerSource, TransformerWriter, read_saved};
 use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
 use crate::models::vae::AutoencoderKl;
@@ -204,8 +204,13 @@ impl Model for FluxModel {
         Some(&self.vae_path)
     }
 
-    fn load_trained(&self, path: &Path) -> Result<()> {
-        load_trained(&self.trained, path)
+    fn read_saved(
+        &self,
+        path: &Path,
+        like: &[(String, Tensor)],
+        found: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        read_saved(path, like, found)
     }
 
     fn check_single_file(&self) -> Result<()> {

@@ -7,7 +7,7 @@ use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, SaveOp
 use crate::families::options::LoadOptions;
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
-use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
+use crate::families::transformer_folder::{TransformerSource, TransformerWriter, read_saved};
 use crate::models::codec::Codec;
 use crate::models::sd3::{SD3Transformer2DModel, Sd3Conditions};
 use crate::models::vae::AutoencoderKl;
@@ -186,8 +186,13 @@ impl Model for Sd3Model {
         Some(&self.vae_path)
     }
 
-    fn load_trained(&self, path: &Path) -> Result<()> {
-        load_trained(&self.trained, path)
+    fn read_saved(
+        &self,
+        path: &Path,
+        like: &[(String, Tensor)],
+        found: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        read_saved(path, like, found)
     }
 
     fn check_single_file(&self) -> Result<()> {

@@ -179,8 +179,13 @@ impl Model for SdModel {
         self.replace_vae(folder, options)
     }
 
-    fn load_trained(&self, path: &Path) -> Result<()> {
-        self.load_trained_tensors(path)
+    fn read_saved(
+        &self,
+        path: &Path,
+        like: &[(String, Tensor)],
+        found: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        self.read_saved_tensors(path, like, found)
     }
 
     fn check_single_file(&self) -> Result<()> {

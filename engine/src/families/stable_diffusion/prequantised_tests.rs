@@ -52,6 +52,7 @@ fn weights(model: &mut SdModel) -> BTreeMap<String, Weight> {
             let weight = match layer {
                 LayerMut::Linear(layer) => layer.weight.clone(),
                 LayerMut::Conv2d(layer) => layer.weight.clone(),
+                LayerMut::Norm(norm) => norm.weight.clone(),
             };
             all.insert(format!("{component}.{name}.weight"), weight);
             Ok(())
@@ -236,6 +237,7 @@ fn quantised_weights_stay_and_others_are_quantised_or_streamed() {
     int8.denoiser_quantization = Some(QuantizationConfig {
         qtype: QType::Int8,
         exclude: Vec::new(),
+        adapted: None,
     });
     let load = |options: &LoadOptions| load_sd(fixture_path("checkpoint.gguf"), options).unwrap();
     let unet = |model: &mut SdModel| {
@@ -288,6 +290,7 @@ fn lora_gradients_are_the_same_with_quantised_and_dequantised_weights() {
                 let weight = match layer {
                     LayerMut::Linear(layer) => &mut layer.weight,
                     LayerMut::Conv2d(layer) => &mut layer.weight,
+                    LayerMut::Norm(norm) => &mut norm.weight,
                 };
                 *weight = Weight::Plain(weight.dense()?);
                 Ok(())

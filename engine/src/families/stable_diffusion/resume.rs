@@ -6,15 +6,21 @@ use super::{SdModel, ldm};
 use crate::error::{EngineError, Result};
 use crate::families::check::check_family;
 use crate::weights::Index;
-use candle_core::DType;
+use candle_core::Tensor;
 use std::path::Path;
 
 impl SdModel {
-    /// Loads the trained tensors from a saved model: a diffusers folder, or a single file.
+    /// Reads tensors from a saved model: a diffusers folder, or a single file
+    /// ([`Model::read_saved`](crate::families::Model::read_saved)).
     ///
     /// # Errors
-    /// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
-    pub(super) fn load_trained_tensors(&self, path: &Path) -> Result<()> {
+    /// As there.
+    pub(super) fn read_saved_tensors(
+        &self,
+        path: &Path,
+        like: &[(String, Tensor)],
+        found: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
         let folders: Vec<&str> = self.variant.components().iter().map(|spec| spec.folder).collect();
         let indexes = if path.is_dir() {
             let trained = folders.iter().filter(|folder| **folder != "vae");
@@ -33,8 +39,8 @@ impl SdModel {
                 false => index,
             })
             .collect();
-        let mut sources = Vec::with_capacity(self.trained.len());
-        for (name, var) in &self.trained {
+        let mut sources = Vec::with_capacity(like.len());
+        for (name, tensor) in like {
             let unknown = || EngineError::Internal(format!("the trained tensor `{name}` belongs to no component"));
             let (folder, inner) = name.split_once('.').ok_or_else(unknown)?;
             let position = folders.iter().position(|known| *known == folder);
@@ -45,11 +51,11 @@ impl SdModel {
                 true => prefixed_name(inner),
                 false => inner.to_owned(),
             };
-            index.check_shape(&inner, var.shape())?;
-            sources.push((index, inner, var));
+            index.check_shape(&inner, tensor.shape())?;
+            sources.push((index, inner));
         }
-        for (index, name, var) in sources {
-            var.set(&index.read(&name, DType::F32, var.device())?.contiguous()?)?;
+        for (at, ((index, name), (_, tensor))) in sources.into_iter().zip(like).enumerate() {
+            found(at, index.read(&name, tensor.dtype(), tensor.device())?)?;
         }
         Ok(())
     }

@@ -150,6 +150,14 @@ impl FluxTransformerBlock {
         Ok(())
     }
 
+    /// Calls `f` with every norm that has a weight, by its name in diffusers.
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        let names = ["norm_q", "norm_k", "norm_added_q", "norm_added_k"].map(|name| format!("{path}.attn.{name}"));
+        let [q, k, added_q, added_k] = &names;
+        self.image.attention.visit_norms([q, k], f)?;
+        self.text.attention.visit_norms([added_q, added_k], f)
+    }
+
     /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. `rotary` has m + n positions,
     /// text first.
     ///
@@ -227,6 +235,12 @@ impl FluxSingleTransformerBlock {
             f(&join(path, name), LayerMut::Linear(layer))?;
         }
         Ok(())
+    }
+
+    /// Calls `f` with every norm that has a weight, by its name in diffusers.
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        let names = ["norm_q", "norm_k"].map(|name| format!("{path}.attn.{name}"));
+        self.attention.visit_norms([&names[0], &names[1]], f)
     }
 
     /// x [b, n, c], text first, conditioned on temb [b, c] -> the same shape. `rotary` has n positions.

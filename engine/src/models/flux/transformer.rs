@@ -252,6 +252,16 @@ impl VisitLayers for FluxTransformer2DModel {
         f("norm_out.linear", LayerMut::Linear(&mut self.norm_out.linear))?;
         f("proj_out", LayerMut::Linear(&mut self.proj_out))
     }
+
+    fn visit_norms(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        for (index, block) in self.double_blocks.iter_mut().enumerate() {
+            Arc::make_mut(block).visit_norms(&format!("transformer_blocks.{index}"), f)?;
+        }
+        for (index, block) in self.single_blocks.iter_mut().enumerate() {
+            Arc::make_mut(block).visit_norms(&format!("single_transformer_blocks.{index}"), f)?;
+        }
+        Ok(())
+    }
 }
 
 /// Latents [b, c, h, w] -> tokens [b, h / 2 * w / 2, 4 c]: a token has the 2 x 2 values of each channel, channel by channel.

@@ -121,6 +121,14 @@ impl Projections {
         )
     }
 
+    /// Calls `f` with the norms of queries and keys, if there are some, by these names.
+    pub(in crate::models) fn visit_norms(&mut self, names: [&str; 2], f: &mut Visitor<'_>) -> Result<()> {
+        for (norm, name) in self.norms.iter_mut().flatten().zip(names) {
+            norm.visit(name, f)?;
+        }
+        Ok(())
+    }
+
     /// x [b, n, c] -> queries, keys and values, each [b, n, c].
     pub(in crate::models) fn forward(&self, x: &Tensor) -> candle_core::Result<[Tensor; 3]> {
         let (q, k, v) = (self.q.forward(x)?, self.k.forward(x)?, self.v.forward(x)?);

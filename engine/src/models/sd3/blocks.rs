@@ -182,6 +182,22 @@ impl JointTransformerBlock {
         Ok(())
     }
 
+    /// Calls `f` with every norm that has a weight, by its name in diffusers.
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        let names = |attention: &str, names: [&str; 2]| names.map(|name| format!("{path}.{attention}.{name}"));
+        let [q, k] = names("attn", ["norm_q", "norm_k"]);
+        self.image_attention.visit_norms([&q, &k], f)?;
+        let [q, k] = names("attn", ["norm_added_q", "norm_added_k"]);
+        self.text_attention.visit_norms([&q, &k], f)?;
+        match &mut self.image_norm {
+            ImageNorm::Dual { attention, .. } => {
+                let [q, k] = names("attn2", ["norm_q", "norm_k"]);
+                attention.visit_norms([&q, &k], f)
+            }
+            ImageNorm::Single(_) => Ok(()),
+        }
+    }
+
     /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. The text of the last block is `None`.
     ///
     /// # Errors

@@ -293,4 +293,11 @@ impl VisitLayers for SD3Transformer2DModel {
         f("norm_out.linear", LayerMut::Linear(&mut self.norm_out.linear))?;
         f("proj_out", LayerMut::Linear(&mut self.proj_out))
     }
+
+    fn visit_norms(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        for (index, block) in self.blocks.iter_mut().enumerate() {
+            Arc::make_mut(block).visit_norms(&format!("transformer_blocks.{index}"), f)?;
+        }
+        Ok(())
+    }
 }

@@ -111,6 +111,16 @@ impl Layers {
         }
         Ok(())
     }
+
+    fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        for (i, attention) in self.attentions.iter_mut().enumerate() {
+            Arc::make_mut(attention).visit_norms(&format!("{path}.attentions.{i}"), f)?;
+        }
+        for (i, resnet) in self.resnets.iter_mut().enumerate() {
+            Arc::make_mut(resnet).visit_norms(&format!("{path}.resnets.{i}"), f)?;
+        }
+        Ok(())
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -164,6 +174,10 @@ impl DownBlock {
         }
     }
 
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        self.layers.visit_norms(path, f)
+    }
+
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
         self.layers.visit(path, f)?;
         match &mut self.downsampler {
@@ -191,6 +205,10 @@ impl MidBlock {
     pub(super) fn add_steps(&self, path: &str, stack: &mut Stack, x: Value, c: Conditioning) -> Value {
         let x = self.layers.add_steps(0, path, stack, x, None, c);
         self.layers.add_steps(1, path, stack, x, None, c)
+    }
+
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        self.layers.visit_norms(path, f)
     }
 
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
@@ -253,6 +271,10 @@ impl UpBlock {
             }),
             _ => x,
         }
+    }
+
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        self.layers.visit_norms(path, f)
     }
 
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {

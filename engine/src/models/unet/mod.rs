@@ -177,4 +177,17 @@ impl VisitLayers for UNet2DConditionModel {
         }
         f("conv_out", LayerMut::Conv2d(&mut self.conv_out))
     }
+
+    fn visit_norms(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        for (i, block) in self.down_blocks.iter_mut().enumerate() {
+            block.visit_norms(&format!("down_blocks.{i}"), f)?;
+        }
+        if let Some(block) = &mut self.mid_block {
+            block.visit_norms("mid_block", f)?;
+        }
+        for (i, block) in self.up_blocks.iter_mut().enumerate() {
+            block.visit_norms(&format!("up_blocks.{i}"), f)?;
+        }
+        self.conv_norm_out.visit("conv_norm_out", f)
+    }
 }

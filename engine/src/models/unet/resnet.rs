@@ -93,6 +93,13 @@ impl ResnetBlock {
     }
 }
 
+impl ResnetBlock {
+    pub(crate) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        self.norm1.visit(&join(path, "norm1"), f)?;
+        self.norm2.visit(&join(path, "norm2"), f)
+    }
+}
+
 /// Downsampling to half the size, by a convolution with stride 2.
 #[derive(Clone, Debug)]
 pub struct Downsample {

@@ -175,6 +175,17 @@ impl Transformer2d {
         }
         self.proj_out.visit(&join(path, "proj_out"), f)
     }
+
+    pub(crate) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        self.norm.visit(&join(path, "norm"), f)?;
+        for (i, block) in self.blocks.iter_mut().enumerate() {
+            let path = format!("{path}.transformer_blocks.{i}");
+            block.norm1.visit(&join(&path, "norm1"), f)?;
+            block.norm2.visit(&join(&path, "norm2"), f)?;
+            block.norm3.visit(&join(&path, "norm3"), f)?;
+        }
+        Ok(())
+    }
 }
 
 impl TransformerBlock {

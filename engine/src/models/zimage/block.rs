@@ -116,6 +116,23 @@ impl ZImageTransformerBlock {
         Ok(())
     }
 
+    /// Calls `f` with every norm, by its name in diffusers.
+    pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        let [attention_1, attention_2] = &mut self.attention_norms;
+        let [feed_forward_1, feed_forward_2] = &mut self.feed_forward_norms;
+        for (name, norm) in [
+            ("attention.norm_q", &mut self.norm_q),
+            ("attention.norm_k", &mut self.norm_k),
+            ("attention_norm1", attention_1),
+            ("attention_norm2", attention_2),
+            ("ffn_norm1", feed_forward_1),
+            ("ffn_norm2", feed_forward_2),
+        ] {
+            norm.visit(&join(path, name), f)?;
+        }
+        Ok(())
+    }
+
     /// x [b, n, width] at `positions`, conditioned on the embedded time step [b, features] -> the same shape. `bias`: of masked
     /// keys, [b, 1, 1, n].
     ///

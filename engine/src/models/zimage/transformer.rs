@@ -307,6 +307,20 @@ impl VisitLayers for ZImageTransformer2DModel {
             LayerMut::Linear(&mut self.modulation_out),
         )
     }
+
+    fn visit_norms(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        self.caption_norm.visit("cap_embedder.0", f)?;
+        for (name, list) in [
+            ("noise_refiner", &mut self.noise_refiner),
+            ("context_refiner", &mut self.context_refiner),
+            ("layers", &mut self.layers),
+        ] {
+            for (index, block) in list.iter_mut().enumerate() {
+                Arc::make_mut(block).visit_norms(&format!("{name}.{index}"), f)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Latents [b, c, h, w] -> tokens [b, h / 2 * w / 2, 4 c]: a token has the channels of each of the 2 x 2 places, place by place.

@@ -2,22 +2,24 @@
 //!
 //! Each computes its statistics over a row (the elements of a group, or the last dimension), then scales and shifts.
 
+mod params;
 mod row_norm;
 mod rows;
 mod tensors;
 
 use super::activation::Activation;
+use super::visit_layers::LayerMut;
 use crate::autograd::apply;
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{D, DType, Device, Tensor};
+pub use params::NormParams;
 use row_norm::RowNorm;
 
 /// Group normalisation over the channels of [b, c, ..].
 #[derive(Clone, Debug)]
 pub struct GroupNorm {
-    weight: Tensor,
-    bias: Tensor,
+    params: NormParams,
     groups: usize,
     eps: f64,
 }
@@ -33,19 +35,13 @@ impl GroupNorm {
         }
         let weight = weights.get_with(channels, "weight", Init::Ones)?;
         let bias = weights.get_with(channels, "bias", Init::Zeros)?;
-        Ok(Self {
-            weight,
-            bias,
-            groups,
-            eps,
-        })
+        Ok(Self::from_tensors(weight, bias, groups, eps))
     }
 
     /// A group norm with this weight and bias ([channels]), whose number `groups` divides.
     pub(crate) fn from_tensors(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
         Self {
-            weight,
-            bias,
+            params: NormParams::new(weight, bias),
             groups,
             eps,
         }
@@ -69,10 +65,10 @@ impl GroupNorm {
 
     fn forward_with(&self, x: &Tensor, activation: Option<Activation>) -> candle_core::Result<Tensor> {
         let channels = x.dim(1)?;
-        if channels != self.weight.elem_count() {
+        if channels != self.params.channels() {
             candle_core::bail!(
                 "group norm of {} channels: the input has the shape {:?}",
-                self.weight.elem_count(),
+                self.params.channels(),
                 x.dims()
             );
         }
@@ -85,15 +81,31 @@ impl GroupNorm {
             subtract_mean: true,
             activation,
         };
-        apply([x, &self.weight, &self.bias], rows)
+        let [weight, bias] = self.params.changed()?;
+        apply([x, &weight, &bias], rows)
+    }
+
+    /// Calls `f` with the norm, if it has a weight of its own.
+    ///
+    /// # Errors
+    /// That of `f`.
+    pub fn visit(&mut self, path: &str, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        visit(&mut self.params, path, f)
+    }
+}
+
+/// Calls `f` with a norm that has a weight of its own.
+fn visit(params: &mut NormParams, path: &str, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+    match params.has_weight {
+        true => f(path, LayerMut::Norm(params)),
+        false => Ok(()),
     }
 }
 
 /// Normalisation over the last dimension.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
+    params: NormParams,
     eps: f64,
 }
 
@@ -105,7 +117,8 @@ impl LayerNorm {
     pub fn new(weights: &Weights, features: usize, eps: f64) -> Result<Self> {
         let weight = weights.get_with(features, "weight", Init::Ones)?;
         let bias = weights.get_with(features, "bias", Init::Zeros)?;
-        Ok(Self { weight, bias, eps })
+        let params = NormParams::new(weight, bias);
+        Ok(Self { params, eps })
     }
 
     /// A layer norm without weight and bias: `elementwise_affine=False`.
@@ -115,12 +128,18 @@ impl LayerNorm {
     pub fn plain(features: usize, eps: f64, dtype: DType, device: &Device) -> candle_core::Result<Self> {
         let weight = Tensor::ones(features, dtype, device)?;
         let bias = Tensor::zeros(features, dtype, device)?;
-        Ok(Self { weight, bias, eps })
+        let params = NormParams {
+            has_weight: false,
+            has_bias: false,
+            ..NormParams::new(weight, bias)
+        };
+        Ok(Self { params, eps })
     }
 
     #[cfg(test)]
     pub(super) fn from_parts(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        Self { weight, bias, eps }
+        let params = NormParams::new(weight, bias);
+        Self { params, eps }
     }
 
     /// x [.., features] -> the same shape.
@@ -129,10 +148,10 @@ impl LayerNorm {
     /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let features = x.dim(D::Minus1)?;
-        if features != self.weight.elem_count() {
+        if features != self.params.channels() {
             candle_core::bail!(
                 "layer norm of {} features: the input has the shape {:?}",
-                self.weight.elem_count(),
+                self.params.channels(),
                 x.dims()
             );
         }
@@ -144,16 +163,24 @@ impl LayerNorm {
             subtract_mean: true,
             activation: None,
         };
-        apply([x, &self.weight, &self.bias], rows)
+        let [weight, bias] = self.params.changed()?;
+        apply([x, &weight, &bias], rows)
+    }
+
+    /// Calls `f` with the norm, if it has a weight of its own.
+    ///
+    /// # Errors
+    /// That of `f`.
+    pub fn visit(&mut self, path: &str, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        visit(&mut self.params, path, f)
     }
 }
 
 /// RMS normalisation over the last dimension, then a weight (B. Zhang and R. Sennrich, arXiv:1910.07467).
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
-    weight: Tensor,
-    /// The bias: zeros.
-    zeros: Tensor,
+    /// Without a bias.
+    params: NormParams,
     eps: f64,
 }
 
@@ -175,7 +202,11 @@ impl RmsNorm {
     /// When the device has no memory for a row of zeros.
     pub fn from_weight(weight: Tensor, eps: f64) -> candle_core::Result<Self> {
         let zeros = weight.zeros_like()?.detach();
-        Ok(Self { weight, zeros, eps })
+        let params = NormParams {
+            has_bias: false,
+            ..NormParams::new(weight, zeros)
+        };
+        Ok(Self { params, eps })
     }
 
     /// Normalises x [.., n * features] as [.., n, features] and keeps its shape: the heads of a query are normalised
@@ -184,7 +215,7 @@ impl RmsNorm {
     /// # Errors
     /// When the last dimension is not a multiple of the features.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let features = self.weight.elem_count();
+        let features = self.params.channels();
         if features == 0 || !x.dim(D::Minus1)?.is_multiple_of(features) {
             candle_core::bail!(
                 "RMS norm of {features} features: the input has the shape {:?}",
@@ -199,6 +230,15 @@ impl RmsNorm {
             subtract_mean: false,
             activation: None,
         };
-        apply([x, &self.weight, &self.zeros], rows)
+        let [weight, zeros] = self.params.changed()?;
+        apply([x, &weight, &zeros], rows)
+    }
+
+    /// Calls `f` with the norm, if it has a weight of its own.
+    ///
+    /// # Errors
+    /// That of `f`.
+    pub fn visit(&mut self, path: &str, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        visit(&mut self.params, path, f)
     }
 }

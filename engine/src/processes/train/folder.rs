@@ -73,7 +73,7 @@ impl RunFolder {
             path,
             config,
             stem: stem.to_owned(),
-            folders: process.trains_whole_model() && process.save.save_format == SaveFormat::Diffusers,
+            folders: process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers,
             _lock: lock,
         })
     }

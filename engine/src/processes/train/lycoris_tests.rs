@@ -86,7 +86,7 @@ fn with_differences(kind: NetworkType) -> NetworkConfig {
 }
 
 /// A run that is stopped after three steps and continues from its checkpoint ends with the bytes of a run without a stop.
-fn check_resumption(process: &dyn Fn(&Path) -> TrainerProcess) {
+pub(super) fn check_resumption(process: &dyn Fn(&Path) -> TrainerProcess) {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let expected = losses(&complete(process(whole.path())));
     assert_eq!(expected.len(), 6);
@@ -354,7 +354,22 @@ fn the_planner_counts_the_numbers_that_are_trained() {
         networks.extend([NetworkType::Dora, NetworkType::Loha, NetworkType::Fullrank].map(network));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_differences));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_layer_ranks));
+        networks.extend([NetworkType::Lora, NetworkType::Lokr].map(|kind| NetworkConfig {
+            all_layers: true,
+            ..with_differences(kind)
+        }));
         if !arch.is_flow() {
+            for (whole, classes) in [
+                (true, "UNet2DConditionModel"),
+                (true, "Attention"),
+                (false, "ResnetBlock2D"),
+            ] {
+                let mut network = network(NetworkType::Lora);
+                network.all_layers = true;
+                network.network_kwargs.full_train_in_out = whole;
+                network.network_kwargs.target_lin_modules = OneOrMany(vec![classes.to_owned()]);
+                networks.push(network);
+            }
             networks.push(network(NetworkType::Locon));
             networks.push(NetworkConfig {
                 conv: None,

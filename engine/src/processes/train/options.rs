@@ -58,7 +58,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
                 .into(),
         );
     }
-    if process.trains_whole_model() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
+    if process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
@@ -192,6 +192,9 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
             .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
         full_if_contains: kwargs.full_if_contains.0.clone(),
+        norms: network.all_layers,
+        containers: network.target_classes(),
+        whole_in_out: kwargs.full_train_in_out,
         parameter_threshold: kwargs.parameter_threshold,
         blocks_only: network.transformer_only,
     };

@@ -7,6 +7,7 @@
 use super::super::context::Context;
 use super::embedding::TrainedWord;
 use super::folder::{RunFolder, checkpoint_error};
+use super::merging::MERGED_ROLE;
 use super::record;
 use super::run::Run;
 use super::target::Target;
@@ -153,7 +154,17 @@ impl Run<'_> {
         let Some((step, path)) = self.newest_save(cx) else {
             return Ok(false);
         };
+        let merges = self.process.merges_network();
         match &self.target {
+            Target::Lora(_) if merges => {
+                self.load_merged_save(&path).map_err(|error| {
+                    EngineError::bad_input(format!(
+                        "{error}. It is the newest save of the run folder, and with `train.merge_network_on_save` the training goes on \
+                         with its weights: move it away, or give the run another `config.name`"
+                    ))
+                })?;
+                self.trainer = self.new_trainer()?;
+            }
             Target::Lora(_) => self.load_lora(&path, cx)?,
             Target::Word(word) => {
                 word.load(&path)?;
@@ -183,6 +194,7 @@ impl Run<'_> {
         let mut newest: Option<(u64, PathBuf)> = None;
         for (step_in_name, path) in self.folder.saves() {
             let step = match self.target {
+                Target::Lora(_) if self.process.merges_network() => saved_step(&path),
                 Target::Lora(_) => LoraFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
                 Target::Model(_) => saved_step(&path),
                 Target::Word(_) => TrainedWord::saved_step(&path),
@@ -290,6 +302,7 @@ impl Run<'_> {
             Some(weights) => self.trainer.restore_weights(&weights)?,
             None => return Err(EngineError::bad_input("it has no weights")),
         }
+        self.restore_merged(read(MERGED_ROLE)?.as_ref())?;
         let mut tensors = BTreeMap::new();
         for role in ["optimizer", "ema", "gradients"] {
             tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
@@ -429,6 +442,13 @@ impl Run<'_> {
             writer
                 .add_file(&format!("{role}.safetensors"), role, |out| {
                     write_tensors(out, tensors, &BTreeMap::new())
+                })
+                .map_err(checkpoint_error)?;
+        }
+        if let Some(merged) = self.merged_tensors()?.filter(|_| self.has_merged) {
+            writer
+                .add_file("merged.safetensors", MERGED_ROLE, |out| {
+                    write_tensors(out, &merged, &BTreeMap::new())
                 })
                 .map_err(checkpoint_error)?;
         }

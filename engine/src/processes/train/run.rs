@@ -63,6 +63,8 @@ pub(super) struct Run<'a> {
     pub(super) learned_snr: Option<SharedLearnedSnr>,
     /// The run was told to stop before this was done after the last step.
     pub(super) misses_validation: bool,
+    /// The network was merged into the model, in this or in an earlier attempt.
+    pub(super) has_merged: bool,
     /// The time in which this step read and encoded images.
     pub(super) reading: Duration,
     pub(super) metrics: StepRecorder,

@@ -18,7 +18,8 @@ impl Run<'_> {
                 // No retention here, so that the kept saves are those of a run without interruption.
                 self.save_without_retention(cx, step)?;
             } else {
-                self.save(cx, step)?;
+                // Merged after the checkpoint, so that the run goes on as if it had not been interrupted.
+                self.save_as_it_is(cx, step)?;
             }
         }
         cx.log("info", format!("stopped after step {step}"));
@@ -47,6 +48,7 @@ impl Run<'_> {
         self.write_event_file(cx, steps);
         self.write_learned_snr(cx, steps)?;
         let path = self.folder.final_save();
+        self.merge_network(cx, steps)?;
         self.write_save(cx, &path, steps)?;
         self.remove_interrupted_saves(cx, &path)?;
         // Requests that came after the last step: the final save and the samples have just been made.
@@ -91,7 +93,14 @@ impl Run<'_> {
     /// Makes a step save: writes the checkpoint, then the LoRA or model, then applies retention. In this order, so that
     /// a kill in between leaves a checkpoint; from weights alone the run would resume without the optimizer's state. The
     /// checkpoint lists the save: a later attempt neither takes it for that of an interrupted one, nor forgets to remove it.
+    ///
+    /// If the network is merged at saves, it is merged first: the checkpoint has the merged layers.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        self.merge_network(cx, step)?;
+        self.save_as_it_is(cx, step)
+    }
+
+    fn save_as_it_is(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         if !self.kept_saves.contains(&step) {
             self.kept_saves.push(step);
         }
@@ -104,6 +113,7 @@ impl Run<'_> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
         let save = self.folder.step_save(step);
+        self.merge_network(cx, step)?;
         self.write_save(cx, &save, step)?;
         self.remove_interrupted_saves(cx, &save)?;
         self.write_learned_snr(cx, step)?;
@@ -179,7 +189,10 @@ impl Run<'_> {
         let from_checkpoint = self.last_checkpoint == Some(step);
         if from_checkpoint && self.is_wanted_save(step) {
             let save = self.folder.step_save(step);
-            if !save.exists() {
+            // The save of an interrupted attempt would be merged into a run that goes on.
+            if !save.exists() && self.has_nothing_to_merge()? {
+                // Layers that are trained themselves.
+                self.merge_network(cx, step)?;
                 self.write_save(cx, &save, step)?;
             }
             self.remove_interrupted_saves(cx, &save)?;

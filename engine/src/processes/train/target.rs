@@ -5,7 +5,7 @@ use super::embedding::TrainedWord;
 use super::options;
 use crate::adapters::{LoraFile, LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
-use crate::families::{LoraNames, Model, PartRole};
+use crate::families::{LoraNames, Model, PartRole, WeightChanges};
 use crate::optim::Param;
 use crate::rng::generator_for;
 use crate::weights::TrainableFilter;
@@ -24,21 +24,34 @@ pub(super) enum Target {
     Word(TrainedWord),
 }
 
-/// Which tensors of the denoiser and of the text encoders are trained. None if an adapter or a word is trained.
-pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] {
+/// What is changed of the weights of the denoiser and of the text encoders: by the training itself, or by merging the network. Nothing if
+/// an adapter or a word is trained and saved by itself.
+pub(super) fn weight_changes(process: &TrainerProcess) -> WeightChanges {
     let list = |names: &Option<OneOrMany<String>>| names.as_ref().map(|names| names.0.clone()).unwrap_or_default();
     let by_name = TrainableFilter::Names {
         only_if_contains: list(&process.model.only_if_contains),
         ignore_if_contains: list(&process.model.ignore_if_contains),
         part: None,
     };
-    [process.train.train_unet, process.train.train_text_encoder].map(|on| {
-        if on && process.trains_whole_model() {
-            by_name.clone()
-        } else {
-            TrainableFilter::Nothing
-        }
-    })
+    let parts = [process.train.train_unet, process.train.train_text_encoder];
+    WeightChanges {
+        trained: parts.map(|on| {
+            if on && process.trains_whole_model() {
+                by_name.clone()
+            } else {
+                TrainableFilter::Nothing
+            }
+        }),
+        merged: parts.map(|on| on && process.merges_network()),
+    }
+}
+
+/// Checks, now instead of after the training, that the whole model can be saved in the format of the config.
+fn check_save_format(process: &TrainerProcess, model: &dyn Model) -> Result<()> {
+    match process.save.save_format {
+        SaveFormat::Safetensors => model.check_single_file(),
+        SaveFormat::Diffusers => Ok(()),
+    }
 }
 
 impl Target {
@@ -80,6 +93,11 @@ impl Target {
                 ),
             );
         }
+        if process.merges_network() {
+            network.check_mergeable(&mut trained)?;
+            drop(trained);
+            check_save_format(process, model)?;
+        }
         Ok(Self::Lora(network))
     }
 
@@ -99,10 +117,7 @@ impl Target {
                  parameter names of diffusers (`down_blocks.0.attentions.0`)",
             ));
         }
-        if process.save.save_format == SaveFormat::Safetensors {
-            // Checked now instead of after the training.
-            model.check_single_file()?;
-        }
+        check_save_format(process, model)?;
         let weights: usize = params.iter().map(|p| p.var.elem_count()).sum();
         cx.log(
             "info",

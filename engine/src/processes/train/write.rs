@@ -29,20 +29,21 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn write(&self, path: &Path, metadata: BTreeMap<String, String>, step: u64) -> Result<()> {
+    fn write(&mut self, path: &Path, metadata: BTreeMap<String, String>, step: u64) -> Result<()> {
         let dtype = save_dtype(self.process.save.dtype, "save.dtype")?;
-        let params = match &self.target {
-            Target::Lora(network) => {
+        let merged = self.merged_tensors()?;
+        let trained: BTreeMap<String, Tensor> = match (&self.target, merged) {
+            (Target::Lora(_), Some(merged)) => merged,
+            (Target::Lora(network), None) => {
                 let bytes = lora_file_bytes(&network.tensors(dtype)?, metadata)?;
                 return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
             }
-            Target::Word(word) => return word.write(path, metadata, step),
-            Target::Model(params) => params,
+            (Target::Word(word), _) => return word.write(path, metadata, step),
+            (Target::Model(params), _) => params
+                .iter()
+                .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
+                .collect(),
         };
-        let trained: BTreeMap<String, Tensor> = params
-            .iter()
-            .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
-            .collect();
         let model = self.model.writer(
             &trained,
             SaveOptions {
@@ -66,6 +67,7 @@ impl Run<'_> {
     /// Emits the files of a save.
     pub(super) fn emit_save(&self, cx: &mut Context<'_>, path: &Path, step: u64) {
         let kind = match &self.target {
+            Target::Lora(_) if self.process.merges_network() => "model",
             Target::Lora(_) => "lora",
             Target::Model(_) => "model",
             Target::Word(_) => "embedding",
