@@ -341,6 +341,31 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
             "cannot be used together with `train.do_guidance_loss`",
         );
     }
+    if let Some(step) = train.start_step.filter(|step| *step >= train.steps) {
+        cx.error_at(
+            "train.start_step",
+            format!(
+                "step {step} is not before the end of the training, which has {} steps (`train.steps`)",
+                train.steps
+            ),
+        );
+    }
+    if process.model.is_v_pred {
+        for (on, key) in [
+            (train.correct_pred_norm, "correct_pred_norm"),
+            (
+                matches!(train.loss_target, LossTarget::Source | LossTarget::Unaugmented),
+                "loss_target",
+            ),
+        ] {
+            if on && !process.kind.is_slider() {
+                cx.error_at(
+                    &format!("train.{key}"),
+                    "is for models that predict the noise, and `model.is_v_pred` says that this one predicts the velocity; remove one of them",
+                );
+            }
+        }
+    }
     if train.learnable_snr_gos && arch.is_flow() {
         cx.error_at(
             "train.learnable_snr_gos",

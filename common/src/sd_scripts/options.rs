@@ -208,7 +208,7 @@ const TRAINING: &[OptionRow] = &[
     row("fp16_master_weights_and_gradients", Flag, "false", ALL, NoInfluence(MEMORY)),
     row("initial_epoch", Whole, "", LORA, refused("give the step: initial_step")),
     row("initial_step", Whole, "", LORA, Translated("`train.start_step`")),
-    row("skip_until_initial_step", Flag, "false", LORA, NoInfluence("the images of each step are known without those before it")),
+    row("skip_until_initial_step", Flag, "false", LORA, NoInfluence("aitk goes on with the images of the step")),
     row("resume", Text, "", ALL, Translated("for LoRAs: `network.pretrained_lora_path`, the weights in the state folder, and `train.start_step`, its step; the optimizer's state starts anew")),
     row("resume_from_huggingface", Flag, "false", ALL, refused("aitk reads state folders on this machine: download it")),
     row("train_inpainting", Flag, "false", UNET, refused("aitk trains no inpainting models")),

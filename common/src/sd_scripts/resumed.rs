@@ -54,6 +54,14 @@ pub(super) fn resume(import: &mut Import<'_>, steps: u64, network: &mut Section,
     match u64::try_from(step) {
         Ok(step) if step < steps => {
             train.insert("start_step".into(), json!(step));
+            if !settings.flag("skip_until_initial_step") {
+                let message = format!(
+                    "aitk trains steps {} to {steps}; without skip_until_initial_step, sd-scripts counts the steps from 1 again, and trains as \
+                     many epochs as are left",
+                    step + 1
+                );
+                import.note(option, message);
+            }
         }
         _ => import.error(
             option,

@@ -24,7 +24,9 @@ fn a_training_continues_at_the_step_of_its_state_folder() {
     for lines in ["resume = \"output/cat-state\"", "resume = \"output/cat-state/\""] {
         let (path, step, notes) = imported(folder, lines).unwrap();
         assert_eq!((path, step), (weights.clone(), Some(4)));
-        assert!(notes.iter().any(|note| note.contains("starts anew")), "{notes:?}");
+        for said in ["starts anew", "aitk trains steps 5 to"] {
+            assert!(notes.iter().any(|note| note.contains(said)), "{said}: {notes:?}");
+        }
     }
     let lines = "resume = \"output/cat-state\"\ninitial_step = 2\nskip_until_initial_step = true\nnetwork_weights = \"lora.safetensors\"";
     let (path, step, notes) = imported(folder, lines).unwrap();

@@ -86,6 +86,7 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
         index.add(part, &layers);
         parts.push(PartLayers::of(part, layers));
     }
+    refuse_norms(&file.path)?;
     let (found, unknown) = file.resolve(&index)?;
     check_fits(&parts_of_model, &file, &found, &unknown)?;
     let file_error = |reason: String| EngineError::WeightsFile {
@@ -122,6 +123,21 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
         unknown,
         dtype,
     })
+}
+
+/// Refuses a file with differences of norms (`network.all_layers`), which would be lost.
+fn refuse_norms(path: &Path) -> Result<()> {
+    let index = Index::open(path)?;
+    let is_of_norm = |(name, shape): &(&str, &[usize])| name.ends_with(".diff") && shape.len() == 1;
+    let mut norms = index.tensors().filter(is_of_norm).map(|(name, _)| name);
+    let Some(first) = norms.next() else { return Ok(()) };
+    Err(EngineError::Unsupported(format!(
+        "{}: {} layers are differences of norms (`network.all_layers`), such as `{}`, which `aitk convert` does not convert: use the file as \
+         it is, or train without `all_layers`",
+        path.display(),
+        norms.count() + 1,
+        first.trim_end_matches(".diff")
+    )))
 }
 
 /// The family of a model, by its files.

@@ -344,6 +344,19 @@ fn number_formats_and_what_does_not_fit() {
         "{other}"
     );
     assert!(error(dir.path().to_path_buf()).contains(&dir.path().display().to_string()));
+    // The difference of a norm, which a conversion would lose.
+    let mut with_norm = tensors.clone();
+    let norm = "lora_unet_conv_norm_out.diff";
+    with_norm.insert(norm.into(), Tensor::zeros(8, DType::F32, &Device::Cpu).unwrap());
+    let normed = dir.path().join("norms.safetensors");
+    std::fs::write(&normed, lora_file_bytes(&with_norm, BTreeMap::new()).unwrap()).unwrap();
+    for dialect in [Dialect::AiToolkit, Dialect::Lycoris] {
+        let refused = convert_lora(&normed, &sd, to(dialect)).unwrap_err().to_string();
+        assert!(
+            refused.contains("1 layers are differences of norms") && refused.contains("lora_unet_conv_norm_out`"),
+            "{refused}"
+        );
+    }
     // A number above the largest of float16.
     let large: BTreeMap<String, Tensor> = tensors
         .into_iter()

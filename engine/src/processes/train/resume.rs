@@ -92,6 +92,12 @@ impl Run<'_> {
         if let Some(step) = self.process.train.start_step
             && self.started_at != Some(step)
         {
+            if self.start_step > 0 {
+                cx.log(
+                    "info",
+                    format!("`train.start_step`: these weights go on as if they were those of step {step}"),
+                );
+            }
             self.start_step = step;
         }
         Ok(())
