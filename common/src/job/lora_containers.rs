@@ -1,8 +1,6 @@
 //! The modules of a U-Net in which layers get a LoRA (`network_kwargs.target_lin_modules`, `target_conv_modules`), by their class names
 //! in diffusers.
 
-use super::network::NetworkConfig;
-
 /// The classes and which of the names in a dotted path show them.
 const CLASSES: [(&str, &[&str]); 11] = [
     ("UNet2DConditionModel", &[]),
@@ -44,25 +42,8 @@ pub fn is_in_container(classes: &[String], path: &str) -> bool {
     classes.is_empty() || classes.iter().any(shows)
 }
 
-impl NetworkConfig {
-    /// The classes of the modules in which the layers of a U-Net get a LoRA. Empty: all do. As in ai-toolkit, `target_conv_modules` counts
-    /// if convolutions get a rank, and then for every kind of layer.
-    #[must_use]
-    pub fn target_classes(&self) -> Vec<String> {
-        let (linear, conv) = (
-            &self.network_kwargs.target_lin_modules,
-            &self.network_kwargs.target_conv_modules,
-        );
-        target_classes(linear, conv, self.has_conv_rank())
-    }
-
-    /// Whether convolutions with a kernel above 1x1 get an adapter.
-    fn has_conv_rank(&self) -> bool {
-        self.conv.is_some() || (self.kind == super::network::NetworkType::Lokr && self.lokr_full_rank)
-    }
-}
-
-/// As [`NetworkConfig::target_classes`], of the two lists.
+/// The classes of the modules in which the layers of a U-Net get a LoRA, from the two lists of a config. Empty: all do. As in ai-toolkit,
+/// the second list counts if convolutions get a rank, and then for every kind of layer.
 #[must_use]
 pub fn target_classes(linear: &[String], conv: &[String], has_conv_rank: bool) -> Vec<String> {
     if linear.is_empty() && conv.is_empty() {

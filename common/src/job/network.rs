@@ -3,7 +3,7 @@
 use super::declare::{choices, section};
 use super::layer_rank::LayerRank;
 use super::limits::{MAX_FACTOR, MAX_LAYER_RANKS, MAX_RANK};
-use super::lora_containers::{is_known, known_classes};
+use super::lora_containers::{is_known, known_classes, target_classes};
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
 
@@ -298,5 +298,22 @@ fn finish_lokr(network: &NetworkConfig, cx: &mut ReadContext) {
             "lokr_factor",
             "expected -1 (as square as possible), or a whole number from 1",
         );
+    }
+}
+impl NetworkConfig {
+    /// The classes of the modules in which the layers of a U-Net get a LoRA. Empty: all do. As in ai-toolkit, `target_conv_modules` counts
+    /// if convolutions get a rank, and then for every kind of layer.
+    #[must_use]
+    pub fn target_classes(&self) -> Vec<String> {
+        let (linear, conv) = (
+            &self.network_kwargs.target_lin_modules,
+            &self.network_kwargs.target_conv_modules,
+        );
+        target_classes(linear, conv, self.has_conv_rank())
+    }
+
+    /// Whether convolutions with a kernel above 1x1 get an adapter.
+    fn has_conv_rank(&self) -> bool {
+        self.conv.is_some() || (self.kind == NetworkType::Lokr && self.lokr_full_rank)
     }
 }

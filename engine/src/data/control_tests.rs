@@ -445,7 +445,7 @@ fn control_images_from_the_same_folder_are_each_other_image_equally_often() {
     for item in dataset.items.iter().take(6) {
         let mut counts: BTreeMap<PathBuf, usize> = BTreeMap::new();
         for _ in 0..draws {
-            let control = drawn.draw(&dataset, item, &mut generator);
+            let control = drawn.draw(&dataset.items, item, &mut generator);
             let owner = dataset.items.iter().find(|other| other.path == control.path).unwrap();
             assert_eq!(control.content, owner.content);
             *counts.entry(control.path).or_default() += 1;
@@ -466,7 +466,7 @@ fn control_images_from_the_same_folder_are_each_other_image_equally_often() {
     }
     // Its pixels are cropped as the item is.
     let item = &dataset.items[0];
-    let control = drawn.draw(&dataset, item, &mut generator);
+    let control = drawn.draw(&dataset.items, item, &mut generator);
     let pixels = load_control(item, &control, &[]).unwrap();
     let (width, height) = item.plan.bucket;
     assert_eq!(pixels.dims(), [3, height as usize, width as usize]);

@@ -1,6 +1,5 @@
 //! Control images that are other images of the data set, drawn each time (`control_from_same_folder`).
 
-use super::dataset::Dataset;
 use super::training_image::{Control, TrainingImage};
 use crate::rng::TorchGenerator;
 use std::collections::BTreeMap;
@@ -25,15 +24,12 @@ impl DrawnControlOptions {
         )
     }
 
-    /// Draws the control image of an item: one of the data set's images in the item's folder, each as likely as another, and itself
-    /// only if it is alone there.
+    /// Draws the control image of an item: one of the data set's images (`items`) in the item's folder, each as likely as another, and
+    /// itself only if it is alone there.
     #[must_use]
-    pub fn draw(&self, dataset: &Dataset, item: &TrainingImage, generator: &mut TorchGenerator) -> Control {
+    pub fn draw(&self, items: &[TrainingImage], item: &TrainingImage, generator: &mut TorchGenerator) -> Control {
         // Repeats and flipped copies are the same file.
-        let in_folder = dataset
-            .items
-            .iter()
-            .filter(|other| other.path.parent() == item.path.parent());
+        let in_folder = items.iter().filter(|other| other.path.parent() == item.path.parent());
         let mut files: BTreeMap<&Path, &str> = in_folder.map(|other| (&*other.path, &*other.content)).collect();
         if files.len() > 1 {
             files.remove(&*item.path);

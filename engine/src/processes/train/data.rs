@@ -296,7 +296,7 @@ impl TrainingData {
             let drawn = options.drawn_controls.map(|controls| {
                 let (step, micro) = number;
                 let mut generator = generator_for(self.seed, &format!("control/{place}"), step, micro);
-                controls.draw(dataset, item, &mut generator)
+                controls.draw(&dataset.items, item, &mut generator)
             });
             let Some(control) = drawn.as_ref().or(item.control.as_ref()) else {
                 return Ok(None);
