@@ -170,20 +170,13 @@ impl PushPlan {
 /// Without a token, with one that cannot be sent, with an address that must not get it, or when `HF_HUB_OFFLINE` is set.
 pub fn hub(directory: &Path) -> Result<(String, String), Failure> {
     let variables = dotenv(directory).map_err(|error| Failure::failed(error.to_string()))?;
-    let variable = env_with(variables);
-    let is_off = |value: String| {
-        matches!(
-            value.trim().to_ascii_lowercase().as_str(),
-            "" | "0" | "false" | "no" | "off"
-        )
-    };
-    if variable("HF_HUB_OFFLINE").is_some_and(|value| !is_off(value)) {
+    let environment = HubEnvironment::from_env(&env_with(variables));
+    if environment.offline {
         return Err(Failure::new(
             Exit::Unreachable,
             "HF_HUB_OFFLINE is set, so that nothing is uploaded to Hugging Face: unset it to upload",
         ));
     }
-    let environment = HubEnvironment::from_env(&variable);
     check_endpoint(&environment.endpoint).map_err(|error| Failure::usage(printable(&error.to_string())))?;
     match environment.token {
         Some(token) if !token.bytes().all(|byte| byte.is_ascii_graphic()) => Err(Failure::new(

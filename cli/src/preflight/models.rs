@@ -394,11 +394,10 @@ impl ModelReport {
 
     /// Sets commit, family and problem from the small files of a repository at the hub.
     async fn inspect_repository(&mut self, arch: Option<ArchName>, given: &GivenParts) {
-        let set = |name: &str| env(name).filter(|value| !value.trim().is_empty());
-        let why = if set("HF_HUB_OFFLINE").is_some_and(|value| !matches!(value.as_str(), "0" | "false")) {
+        let environment = HubEnvironment::from_env(&env);
+        let why = if environment.offline {
             "HF_HUB_OFFLINE is set".to_owned()
         } else {
-            let environment = HubEnvironment::from_env(&env);
             let hub = HubReader::new(Some(environment.endpoint), environment.token);
             match tokio::time::timeout(HUB_TIMEOUT, hub.inventory(&self.path)).await {
                 Ok(Ok((commit, files))) => {

@@ -17,6 +17,8 @@ pub struct HubEnvironment {
     pub token: Option<String>,
     /// `HF_HUB_CACHE`, by default `hub` in `HF_HOME`; `HF_HOME` is by default `~/.cache/huggingface`. `None` without a home.
     pub cache: Option<PathBuf>,
+    /// `HF_HUB_OFFLINE`: no request goes to the hub.
+    pub offline: bool,
 }
 
 impl HubEnvironment {
@@ -37,6 +39,9 @@ impl HubEnvironment {
             token: set("HF_TOKEN")
                 .map(|token| token.trim().to_owned())
                 .or_else(|| saved_token(token_file?)),
+            offline: set("HF_HUB_OFFLINE").is_some_and(|value| {
+                !matches!(value.trim().to_ascii_lowercase().as_str(), "0" | "false" | "no" | "off")
+            }),
             cache: folder("HF_HUB_CACHE").or_else(|| Some(home?.join("hub"))),
         }
     }
@@ -77,6 +82,16 @@ mod tests {
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "/f")]), Some("/f/hub".into()));
         assert_eq!(cache(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Some("/c".into()));
         assert_eq!(of(&[("HF_ENDPOINT", " ")]).endpoint, ENDPOINT);
+        for (value, offline) in [
+            ("1", true),
+            ("ON", true),
+            ("0", false),
+            ("False", false),
+            ("no", false),
+            ("", false),
+        ] {
+            assert_eq!(of(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
+        }
     }
 
     #[test]

@@ -386,7 +386,8 @@ impl LoraNetwork {
         if targets.is_empty() {
             return Err(EngineError::bad_input(
                 "network.network_kwargs: no layer is left to train; check `only_if_contains`, `ignore_if_contains`, \
-                 `target_lin_modules`, `target_conv_modules` and `parameter_threshold` (of a config of sd-scripts: the weights of its blocks and `block_lr_zero_threshold`)",
+                 `target_lin_modules`, `target_conv_modules` and `parameter_threshold` (of a config of sd-scripts: the weights of its blocks \
+                 and `block_lr_zero_threshold`)",
             ));
         }
         Ok(Self { targets, index, handle })

@@ -424,6 +424,12 @@ mod replay_tests;
 mod request_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod resume_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod resumption_check;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod sd35_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

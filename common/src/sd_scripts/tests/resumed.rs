@@ -5,7 +5,9 @@ use crate::sd_scripts::Script;
 use std::path::Path;
 
 /// The LoRA to continue from, the first step, and the notes.
-fn imported(folder: &Path, lines: &str) -> Result<(Option<String>, Option<u64>, Vec<String>), String> {
+type Found = (Option<String>, Option<u64>, Vec<String>);
+
+fn imported(folder: &Path, lines: &str) -> Result<Found, String> {
     let text = format!("{}{lines}\n", base(Script::TrainNetwork));
     let imported = import_in(folder, &text, Some(Script::TrainNetwork));
     let imported = imported.map_err(|errors| errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;

@@ -132,11 +132,11 @@ fn refuse_norms(path: &Path) -> Result<()> {
     let mut norms = index.tensors().filter(is_of_norm).map(|(name, _)| name);
     let Some(first) = norms.next() else { return Ok(()) };
     Err(EngineError::Unsupported(format!(
-        "{}: {} layers are differences of norms (`network.all_layers`), such as `{}`, which `aitk convert` does not convert: use the file as \
-         it is, or train without `all_layers`",
+        "{}: it has the difference of a norm, `{}` ({} more), of `network.all_layers`, which `aitk convert` does not convert: use the file \
+         as it is, or train without `all_layers`",
         path.display(),
-        norms.count() + 1,
-        first.trim_end_matches(".diff")
+        first.trim_end_matches(".diff"),
+        norms.count()
     )))
 }
 

@@ -2,7 +2,8 @@
 //! that the planner counts.
 
 use super::options;
-use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use super::resumption_check::check_resumption;
+use super::tests::{logs, losses, run_spec, spec, trainer};
 use super::transformer_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{LoraFile, LoraNetwork, LoraTensors};
 use crate::families::{self, LoadOptions, PartRole};
@@ -83,20 +84,6 @@ fn with_differences(kind: NetworkType) -> NetworkConfig {
         },
         ..network(kind)
     }
-}
-
-/// A run that is stopped after three steps and continues from its checkpoint ends with the bytes of a run without a stop.
-pub(super) fn check_resumption(process: &dyn Fn(&Path) -> TrainerProcess) {
-    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let expected = losses(&complete(process(whole.path())));
-    assert_eq!(expected.len(), 6);
-    let interrupted = spec(process(parts.path()));
-    let (outcome, first) = stop_at(&interrupted, 3);
-    assert_eq!(outcome, Outcome::stopped());
-    let (outcome, second) = run_spec(&interrupted);
-    assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
-    assert_eq!([losses(&first), losses(&second)].concat(), expected);
-    assert!(saved_lora(whole.path()) == saved_lora(parts.path()));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Which layers a network changes, and layers and norms that it trains whole.
 
 use super::full_tests::full;
-use super::lycoris_tests::check_resumption;
+use super::resumption_check::check_resumption;
 use super::tests::{run_spec, spec, trainer};
 use super::transformer_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{LoraConfig, LoraNetwork, load_lora};
