@@ -84,7 +84,7 @@ fn remove_stale_folders(parent: &Path) {
         }
     }
     // Removes files of a program that was killed while it removed a folder.
-    let _ = fsutil::sweep(parent, Duration::ZERO);
+    let _ = fsutil::remove_abandoned(parent, Duration::ZERO);
 }
 
 /// Finds the requested devices: `cuda:1`, `cpu`; `None`: the best devices of this machine.

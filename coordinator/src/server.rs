@@ -105,7 +105,7 @@ pub(crate) async fn start_leading(
     let clock = Clock::new();
     let removed = store.remove_orphaned_texts().await?;
     if removed > 0 {
-        tracing::info!(swept = removed, "removed configs of jobs that were never accepted");
+        tracing::info!(count = removed, "removed configs of jobs that were never accepted");
     }
     let store: Arc<dyn Store> = Arc::new(store.with_events_kept(config.retention.events));
     let loaded = store.load().await?;

@@ -1,11 +1,12 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
 //! It uses no network and no async runtime. Imports run one way: `processes` -> `training`, `pipelines` ->
-//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `autograd`, `weights`, `cuda_kernels` -> `quant`, `device`, `error`, `rng`.
+//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `checkpointing`, `nn` -> `autograd`, `weights`, `cuda_kernels` -> `quant`, `device`, `error`, `rng`.
 
 pub mod adapters;
 pub mod autograd;
 pub mod bench;
+pub mod checkpointing;
 mod cuda_kernels;
 pub mod data;
 pub mod device;
@@ -19,7 +20,6 @@ pub mod optim;
 pub mod pipelines;
 pub mod processes;
 pub mod quant;
-pub mod residency;
 pub mod rng;
 pub mod samplers;
 pub mod svd;

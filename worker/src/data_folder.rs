@@ -30,7 +30,7 @@ pub enum DataFolderError {
 pub(crate) fn open_all(root: &Path) -> Result<(DataFolder, UncommittedCheckpoints), DataFolderError> {
     let folders = DataFolder::open_with_timeout(root, LOCK_TIMEOUT)?;
     let (uncommitted, unmoved) = UncommittedCheckpoints::open(folders.root.join("kept"), &folders.attempts())?;
-    folders.sweep(&unmoved);
+    folders.remove_leftovers(&unmoved);
     Ok((folders, uncommitted))
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct DataFolder {
 }
 
 impl DataFolder {
-    /// Creates the folders and takes the lock. What a killed daemon left stays until [`Self::sweep`].
+    /// Creates the folders and takes the lock. What a killed daemon left stays until [`Self::remove_leftovers`].
     pub(crate) fn open(root: &Path) -> Result<Self, DataFolderError> {
         Self::open_with_timeout(root, Duration::ZERO)
     }
@@ -84,7 +84,7 @@ impl DataFolder {
 
     /// Removes folders of attempts and temporary files, except for `keep`. Call it before any attempt runs. What
     /// cannot be removed does no harm.
-    pub(crate) fn sweep(&self, keep: &[PathBuf]) {
+    pub(crate) fn remove_leftovers(&self, keep: &[PathBuf]) {
         for entry in fs::read_dir(self.attempts()).into_iter().flatten().flatten() {
             if keep.contains(&entry.path()) {
                 continue;
@@ -95,7 +95,7 @@ impl DataFolder {
             }
         }
         for folder in [self.root.clone(), self.blobs(), self.trees(), self.hub()] {
-            if let Err(error) = fsutil::sweep(&folder, Duration::ZERO) {
+            if let Err(error) = fsutil::remove_abandoned(&folder, Duration::ZERO) {
                 tracing::warn!(%error, "leftover not removed");
             }
         }

@@ -7,7 +7,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::format::printable;
 use aitk_common::fsutil;
 use aitk_common::job::dtype::DType;
-use aitk_engine::adapters::{Conversion, ConvertedLora, Dialect, convert_lora, lora_file_bytes};
+use aitk_engine::adapters::{Conversion, ConvertedAdapter, Dialect, convert_lora, lora_file_bytes};
 use std::io::Write;
 
 /// Names of layers that are listed before the rest is counted.
@@ -47,7 +47,7 @@ pub(super) async fn convert(context: &Context, args: ConvertArgs) -> CommandResu
         dtype: args.dtype.as_deref().map(number_format).transpose()?,
         rank: args.rank.map(|rank| rank as usize),
     };
-    let work = move || -> Result<(ConvertedLora, Vec<u8>), Failure> {
+    let work = move || -> Result<(ConvertedAdapter, Vec<u8>), Failure> {
         let failed = |error: aitk_engine::error::EngineError| Failure::failed(error.to_string());
         let converted = convert_lora(&input, &model, conversion).map_err(failed)?;
         let bytes = lora_file_bytes(&converted.tensors, converted.metadata.clone()).map_err(failed)?;

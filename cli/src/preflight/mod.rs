@@ -10,6 +10,8 @@ mod inputs;
 mod models;
 mod output;
 mod report;
+#[cfg(feature = "embedded")]
+mod settings;
 mod text;
 
 pub use models::ModelReport;

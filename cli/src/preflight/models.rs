@@ -205,7 +205,7 @@ const TEXT_FOLDERS: [&str; 6] = [
 
 /// The keys of a `model` section that give parts of a model from elsewhere.
 #[derive(Clone, Debug, Default)]
-struct GivenParts {
+pub(super) struct GivenParts {
     extras: Option<String>,
     text_encoder: Option<String>,
     /// The folders whose content `text_encoder` may replace.
@@ -215,7 +215,7 @@ struct GivenParts {
 
 impl GivenParts {
     /// Those of a section; none unless its family takes parts from elsewhere.
-    fn of(model: &ModelConfig) -> Self {
+    pub(super) fn of(model: &ModelConfig) -> Self {
         if !model.arch.name.takes_parts() {
             return Self::default();
         }
@@ -231,7 +231,7 @@ impl GivenParts {
     }
 
     /// Their paths on this machine. `None` if one is not here, such as a repository.
-    fn local(&self, directory: &Path) -> Option<PartPaths> {
+    pub(super) fn local(&self, directory: &Path) -> Option<PartPaths> {
         let local = |path: &Option<String>| match path {
             None => Some(None),
             Some(path) => {

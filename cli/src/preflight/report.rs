@@ -111,6 +111,10 @@ impl Report {
         report
             .missing
             .extend(super::embeddings::embedding_problems(spec, directory).await);
+        #[cfg(feature = "embedded")]
+        report
+            .missing
+            .extend(super::settings::settings_problems(spec, directory).await);
         let counts = crate::job_file::parameter_counts(loaded, directory);
         report.trainings = trainings(loaded, counts, directory).await;
         #[cfg(not(feature = "embedded"))]

@@ -75,7 +75,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Self::newest`].
     pub fn scan(parent: &Path) -> Result<Scan, CheckpointError> {
-        sweep(parent)?;
+        remove_leftovers(parent)?;
         let mut scan = Scan::default();
         for step in steps(parent)?.into_iter().rev() {
             let folder = parent.join(folder_name(step));
@@ -243,8 +243,8 @@ fn names_in(parent: &Path) -> Result<Vec<String>, FsError> {
 }
 
 /// Removes the unfinished folders of dead writers, and restores a checkpoint that one was replacing.
-fn sweep(parent: &Path) -> Result<(), CheckpointError> {
-    fsutil::sweep(parent, Duration::ZERO)?;
+fn remove_leftovers(parent: &Path) -> Result<(), CheckpointError> {
+    fsutil::remove_abandoned(parent, Duration::ZERO)?;
     for name in names_in(parent)? {
         let original = name
             .strip_prefix(REPLACED_PREFIX)

@@ -14,7 +14,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The prefix of the names of unfinished files and folders. [`sweep`] removes files and folders with this prefix.
+/// The prefix of the names of unfinished files and folders. [`remove_abandoned`] removes files and folders with this prefix.
 pub const TEMPORARY_PREFIX: &str = ".tmp-";
 /// On file systems without locks, unfinished files of this age count as abandoned.
 const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
@@ -122,7 +122,7 @@ fn write_atomic_mode<T>(
     Ok(value)
 }
 
-/// Creates an unfinished file in `folder`. It is locked, so that [`sweep`] leaves it alone, and is removed when dropped.
+/// Creates an unfinished file in `folder`. It is locked, so that [`remove_abandoned`] leaves it alone, and is removed when dropped.
 ///
 /// # Errors
 /// The system's error.
@@ -138,16 +138,16 @@ pub fn temporary_file(folder: &Path, mode: u32) -> io::Result<tempfile::NamedTem
     let _ = mode;
     loop {
         let file = builder.tempfile_in(folder)?;
-        // On a file system without locks this fails; `sweep` then uses the age.
+        // On a file system without locks this fails; `remove_abandoned` then uses the age.
         let _ = file.as_file().lock();
-        // `sweep` may have removed the file between its creation and the lock.
+        // `remove_abandoned` may have removed the file between its creation and the lock.
         if file.path().exists() {
             return Ok(file);
         }
     }
 }
 
-/// An unfinished folder, locked so that [`sweep`] leaves it alone. If it was not renamed, dropping removes it with its contents.
+/// An unfinished folder, locked so that [`remove_abandoned`] leaves it alone. If it was not renamed, dropping removes it with its contents.
 #[derive(Debug)]
 pub struct TemporaryFolder {
     path: PathBuf,
@@ -330,7 +330,7 @@ fn make_removable(folder: &Path) {
 ///
 /// # Errors
 /// [`FsError`] when the folder cannot be read; an entry that cannot be removed is logged and left for the next call.
-pub fn sweep(folder: &Path, age: Duration) -> Result<usize, FsError> {
+pub fn remove_abandoned(folder: &Path, age: Duration) -> Result<usize, FsError> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
@@ -413,27 +413,30 @@ mod tests {
     }
 
     #[test]
-    fn sweep_removes_only_old_unfinished_entries_without_a_live_writer() {
+    fn only_old_unfinished_entries_without_a_live_writer_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("kept"), b"x").unwrap();
         fs::write(folder.path().join(".tmp-a"), b"x").unwrap();
         fs::create_dir(folder.path().join(".tmp-b")).unwrap();
-        assert_eq!(sweep(folder.path(), Duration::from_secs(3600)).unwrap(), 0);
-        assert_eq!(sweep(folder.path(), Duration::ZERO).unwrap(), 2);
+        assert_eq!(remove_abandoned(folder.path(), Duration::from_secs(3600)).unwrap(), 0);
+        assert_eq!(remove_abandoned(folder.path(), Duration::ZERO).unwrap(), 2);
         assert!(folder.path().join("kept").exists());
         let (file, inner) = (
             temporary_file(folder.path(), 0o666).unwrap(),
             TemporaryFolder::new(folder.path(), "x").unwrap(),
         );
         assert_eq!(
-            sweep(folder.path(), Duration::ZERO).unwrap(),
+            remove_abandoned(folder.path(), Duration::ZERO).unwrap(),
             0,
             "their writers are alive"
         );
         assert!(file.path().exists() && inner.path().exists());
         drop((file, inner));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-        assert_eq!(sweep(&folder.path().join("absent"), Duration::ZERO).unwrap(), 0);
+        assert_eq!(
+            remove_abandoned(&folder.path().join("absent"), Duration::ZERO).unwrap(),
+            0
+        );
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl TrainerProcess {
         if model.accuracy_recovery_adapter.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.accuracy_recovery_adapter",
-                "needs a `network`: a full fine-tune does not quantise the weights that it trains",
+                "this adapter, which `model.qtype` can name too, needs a `network`: a full fine-tune does not quantise the weights that it trains",
             );
         }
         if model.inference_lora_path.is_some() && self.trains_whole_model() {

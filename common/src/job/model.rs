@@ -240,9 +240,10 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
         }
         (model.qtype, model.accuracy_recovery_adapter) = (qtype, Some(adapter));
     }
+    let of_qtype = !present.has("accuracy_recovery_adapter");
     if model.accuracy_recovery_adapter.is_some() && !model.quantize {
         cx.warn_at(
-            "accuracy_recovery_adapter",
+            if of_qtype { "qtype" } else { "accuracy_recovery_adapter" },
             "has no effect: it makes up for quantisation, and `quantize` is off",
         );
         model.accuracy_recovery_adapter = None;

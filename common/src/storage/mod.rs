@@ -107,7 +107,7 @@ pub trait BlobStore: Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`Self::has`].
-    async fn sweep(&self, _age: Duration) -> Result<usize, StorageError> {
+    async fn remove_abandoned_uploads(&self, _age: Duration) -> Result<usize, StorageError> {
         Ok(0)
     }
 }

@@ -386,7 +386,7 @@ impl Job {
 
     /// Its priority level, which comes before fair share: the priority first, then jobs that do not yield.
     #[must_use]
-    pub(crate) fn level(&self) -> Level {
+    pub(crate) fn level(&self) -> PriorityLevel {
         (std::cmp::Reverse(self.requirements.priority), self.requirements.yields)
     }
 
@@ -404,10 +404,10 @@ pub(super) fn job_of(attempt: &AttemptId) -> Option<&str> {
 }
 
 /// A priority level. Jobs of a smaller level start before jobs of a larger one.
-pub(crate) type Level = (std::cmp::Reverse<i64>, bool);
+pub(crate) type PriorityLevel = (std::cmp::Reverse<i64>, bool);
 
 /// A unique position in the queue.
-pub(crate) type QueueKey = (Level, u64);
+pub(crate) type QueueKey = (PriorityLevel, u64);
 
 /// The number of a worker's session. Never used twice in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

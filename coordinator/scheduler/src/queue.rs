@@ -1,7 +1,7 @@
 //! The queue: what waiting jobs wait for, and in which order they start.
 
 use super::changes::Changes;
-use super::model::{ClassId, Condition, Job, Level};
+use super::model::{ClassId, Condition, Job, PriorityLevel};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
 use crate::model::QueueState;
@@ -27,7 +27,7 @@ pub(super) enum StartCondition {
 /// used the least device time), then order of submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueuePosition {
-    pub(super) level: Level,
+    pub(super) level: PriorityLevel,
     pub(super) running: u32,
     pub(super) device_millis: u64,
     pub(super) order: u64,

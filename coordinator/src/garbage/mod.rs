@@ -153,7 +153,7 @@ impl Collector {
             if let Err(error) = self.forget_refusals().await {
                 tracing::warn!(error = %error_chain(&error), "old refusals stay in the audit log");
             }
-            let unfinished = self.blobs.sweep(ABANDONED_UPLOAD_AGE).await?;
+            let unfinished = self.blobs.remove_abandoned_uploads(ABANDONED_UPLOAD_AGE).await?;
             if unfinished > 0 {
                 tracing::info!(unfinished, "removed parts of unfinished uploads");
             }

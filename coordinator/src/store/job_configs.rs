@@ -85,7 +85,7 @@ impl SqlStore {
     /// [`StoreError`]
     pub async fn remove_orphaned_texts(&self) -> Result<u64, StoreError> {
         let mut transaction = self.begin_write().await?;
-        let swept = transaction
+        let removed = transaction
             .run(
                 "DELETE FROM payloads WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.id = payloads.id) \
                  AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id)",
@@ -94,7 +94,7 @@ impl SqlStore {
             .await
             .map_err(|e| self.store_error(e))?;
         transaction.commit().await.map_err(|e| self.store_error(e))?;
-        Ok(swept)
+        Ok(removed)
     }
 
     /// Returns the text under an id; empty if there is none.

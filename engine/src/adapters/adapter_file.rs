@@ -1,7 +1,7 @@
 //! Reads adapter files of every supported dialect.
 
 use super::control::control_lora;
-use super::file_layer::{FileLayer, LoraModule, RoleTensors};
+use super::file_layer::{AdapterModule, FileLayer, RoleTensors};
 use super::file_readers::read_layer;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
@@ -20,11 +20,11 @@ pub(super) type FileLayers = BTreeMap<LayerKey, Arc<dyn FileLayer>>;
 
 /// A LoRA file, or one of another type of adapter, that was read and checked. Its names are not matched to a model yet.
 #[derive(Clone, Debug)]
-pub struct LoraFile {
+pub struct AdapterFile {
     /// The path of the file.
     pub path: PathBuf,
     /// The layers, sorted by name.
-    pub modules: Vec<LoraModule>,
+    pub modules: Vec<AdapterModule>,
     /// Keys that are not LoRA tensors.
     pub unknown: Vec<String>,
     /// The names of layers that the file has as a whole difference (`.diff`).
@@ -33,7 +33,7 @@ pub struct LoraFile {
     pub metadata: BTreeMap<String, String>,
 }
 
-impl LoraFile {
+impl AdapterFile {
     /// Reads a `.safetensors` file, or the LoRA file in a folder (`pytorch_lora_weights.safetensors`,
     /// `adapter_model.safetensors`).
     ///
@@ -44,7 +44,7 @@ impl LoraFile {
     }
 
     /// As [`Self::open`], but reads names and shapes only: every number is zero.
-    pub(super) fn open_layout(path: &Path) -> Result<Self> {
+    pub(crate) fn open_layout(path: &Path) -> Result<Self> {
         Self::read(path, |index| index.shapes_only())
     }
 
@@ -128,7 +128,7 @@ impl LoraFile {
         let mut modules = Vec::with_capacity(layers.len());
         for (stem, layer) in layers {
             match read_layer(&layer) {
-                Some(Ok(tensors)) => modules.push(LoraModule { stem, tensors }),
+                Some(Ok(tensors)) => modules.push(AdapterModule { stem, tensors }),
                 Some(Err(reason)) => return Err(file_error(format!("layer `{stem}`: {reason}"))),
                 None => unknown.push(format!("{stem}.alpha")),
             }
@@ -215,7 +215,7 @@ impl LoraFile {
     #[must_use]
     pub fn alpha_is_unknown(&self) -> bool {
         let without_alpha =
-            |module: &LoraModule| module.stem.starts_with("base_model.model.") && module.tensors.lacks_alpha();
+            |module: &AdapterModule| module.stem.starts_with("base_model.model.") && module.tensors.lacks_alpha();
         !self.metadata.contains_key("lora_adapter_metadata") && self.modules.iter().any(without_alpha)
     }
 

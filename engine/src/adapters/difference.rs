@@ -2,7 +2,7 @@
 //! `network.all_layers` and `network_kwargs.full_if_contains`, and in extracted files where factors would be larger than the difference.
 
 use super::file_layer::{FileLayer, RoleTensors, Site};
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::{NamedLayers, RowRanges};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
@@ -34,7 +34,7 @@ pub(super) struct DenseLayer {
     weight: Option<Var>,
     /// [out].
     bias: Option<Var>,
-    handle: Arc<LoraHandle>,
+    handle: Arc<AdapterHandle>,
 }
 
 impl DenseLayer {

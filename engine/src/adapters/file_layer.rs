@@ -1,11 +1,11 @@
 //! What a file of any type of adapter holds for one layer.
 
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::NamedLayers;
 use super::tensors::LoraTensors;
 use super::weight_adapter::WeightAdapter;
-use crate::families::LoraNames;
+use crate::families::AdapterNames;
 use crate::nn::NormAdapter;
 use crate::weights::Weight;
 use candle_core::{Result, Tensor};
@@ -39,11 +39,11 @@ pub struct Site<'a> {
     /// The name of the layer in saved files.
     pub name: String,
     /// How saved files name its tensors.
-    pub names: LoraNames,
+    pub names: AdapterNames,
     /// Its weight.
     pub weight: &'a Weight,
     /// The strength of the adapters of this file.
-    pub(super) handle: &'a Arc<LoraHandle>,
+    pub(super) handle: &'a Arc<AdapterHandle>,
 }
 
 /// What a file holds for one layer: one implementation for each type of adapter. Errors are the end of a sentence that begins with
@@ -110,7 +110,7 @@ pub(super) type Reader = fn(&RoleTensors) -> Option<std::result::Result<Arc<dyn 
 
 /// A layer by its name in the file.
 #[derive(Clone, Debug)]
-pub struct LoraModule {
+pub struct AdapterModule {
     /// The key without its suffix.
     pub stem: String,
     /// The tensors of the layer.

@@ -33,7 +33,7 @@ fn velocity(model: &dyn Model, e: &HashMap<String, Tensor>) -> Tensor {
         .remove(0)
 }
 
-fn load(model: &mut dyn Model, path: &Path, strength: f64) -> Result<LoadedLora> {
+fn load(model: &mut dyn Model, path: &Path, strength: f64) -> Result<LoadedAdapter> {
     load_lora(&mut model.parts(), path, strength)
 }
 
@@ -57,7 +57,7 @@ fn every_dialect_gives_the_same_change_of_each_layer() {
     let mut model = model();
     let index = index_layers(&mut model.parts()).unwrap();
     let changes = |file: &str| -> BTreeMap<String, (usize, Tensor)> {
-        let file = LoraFile::open(&fixtures().join(format!("lora_flux/{file}.safetensors"))).unwrap();
+        let file = AdapterFile::open(&fixtures().join(format!("lora_flux/{file}.safetensors"))).unwrap();
         let (found, unknown) = file.resolve(&index).unwrap();
         assert!(unknown.is_empty(), "{unknown:?}");
         let change = |lora: &LoraTensors| {
@@ -115,7 +115,7 @@ fn the_output_modulation_has_its_halves_swapped_in_original_names() {
         ),
     ]);
     std::fs::write(&path, safetensors_bytes(&tensors, &BTreeMap::new()).unwrap()).unwrap();
-    let (found, _) = LoraFile::open(&path).unwrap().resolve(&index).unwrap();
+    let (found, _) = AdapterFile::open(&path).unwrap().resolve(&index).unwrap();
     let up = &lora(&*found[&("transformer", "norm_out.linear".to_owned())]).up;
     let up = up.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!((up[0], up[rows / 2]), ((rows / 2) as f32, 0.0));

@@ -29,7 +29,7 @@ impl Multiplier {
 
 /// The state that all layers of one LoRA share.
 #[derive(Debug)]
-pub struct LoraHandle {
+pub struct AdapterHandle {
     /// The strength.
     pub multiplier: Multiplier,
     /// `Some` while training: the text that seeds the dropout masks, together with the layer's name.
@@ -40,14 +40,14 @@ pub struct LoraHandle {
 
 /// The settings of a LoRA in one forward pass.
 #[derive(Clone, Debug)]
-pub struct LoraPass {
+pub struct AdapterPass {
     /// The strength.
     pub strength: f64,
-    /// As in [`LoraHandle::set_training`].
+    /// As in [`AdapterHandle::set_training`].
     pub dropout_seed: Option<Arc<str>>,
 }
 
-impl LoraPass {
+impl AdapterPass {
     /// A pass that keeps nothing for a backward pass, without dropout. At strength 0 the model predicts without the LoRA.
     #[must_use]
     pub const fn inference(strength: f64) -> Self {
@@ -58,7 +58,7 @@ impl LoraPass {
     }
 }
 
-impl LoraHandle {
+impl AdapterHandle {
     /// Creates a handle in inference mode.
     #[must_use]
     pub fn new(multiplier: f64) -> Arc<Self> {
@@ -78,13 +78,13 @@ impl LoraHandle {
 
     /// Runs a forward pass with these settings. Blocks that the backward pass runs again get the same settings, whatever
     /// is set then.
-    pub fn in_pass<R>(&self, pass: LoraPass, forward: impl FnOnce() -> R) -> R {
+    pub fn in_pass<R>(&self, pass: AdapterPass, forward: impl FnOnce() -> R) -> R {
         self.pass.with(pass, forward)
     }
 
     /// The strength of the current pass.
     pub(super) fn strength(&self) -> f64 {
-        match self.pass.get::<LoraPass>() {
+        match self.pass.get::<AdapterPass>() {
             Some(pass) => pass.strength,
             None => self.multiplier.get(),
         }
@@ -92,7 +92,7 @@ impl LoraHandle {
 
     /// `Some` while training.
     pub(super) fn dropout_seed(&self) -> Option<Arc<str>> {
-        match self.pass.get::<LoraPass>() {
+        match self.pass.get::<AdapterPass>() {
             Some(pass) => pass.dropout_seed.clone(),
             None => self.lock_dropout_seed().clone(),
         }

@@ -1,9 +1,9 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::stored_matrix::StoredMatrix;
 use super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
-use crate::families::LoraNames;
+use crate::families::AdapterNames;
 use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank};
 use crate::rng::generator_from_text;
 use crate::weights::Weight;
@@ -47,8 +47,8 @@ pub struct LoraLayer {
     /// What training drops.
     pub dropout: Dropout,
     /// How saved files name its tensors.
-    pub(super) names: LoraNames,
-    pub(super) handle: Arc<LoraHandle>,
+    pub(super) names: AdapterNames,
+    pub(super) handle: Arc<AdapterHandle>,
 }
 
 impl LoraLayer {

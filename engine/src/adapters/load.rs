@@ -1,11 +1,11 @@
 //! Attaches a LoRA file to a model.
 
-use super::adapter_file::{FileLayers, LoraFile};
+use super::adapter_file::{AdapterFile, FileLayers};
 use super::file_layer::Site;
-use super::handle::{LoraHandle, Multiplier};
+use super::handle::{AdapterHandle, Multiplier};
 use super::names::{LayerIndex, saved_name};
 use crate::error::{EngineError, Result};
-use crate::families::{self, LoraNames, Part, PartRole};
+use crate::families::{self, AdapterNames, Part, PartRole};
 use crate::nn::{LayerAdapter, LayerMut};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -15,14 +15,14 @@ use std::sync::Arc;
 
 /// A LoRA file that is attached to a model.
 #[derive(Debug)]
-pub struct LoadedLora {
+pub struct LoadedAdapter {
     /// The strength, which can be changed at any time.
     pub multiplier: Multiplier,
     /// The number of layers with an adapter of this file.
     pub layers: usize,
     /// Names in the file that match no layer of the model. They are ignored; callers warn.
     pub unknown: Vec<String>,
-    /// See [`LoraFile::alpha_is_unknown`]: alpha is taken to be the rank.
+    /// See [`AdapterFile::alpha_is_unknown`]: alpha is taken to be the rank.
     pub alpha_is_unknown: bool,
 }
 
@@ -30,8 +30,8 @@ pub struct LoadedLora {
 ///
 /// # Errors
 /// When the file is damaged or not a LoRA, a shape does not match its layer, or no name matches a layer.
-pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedLora> {
-    load_file(parts, LoraFile::open(path)?, multiplier)
+pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedAdapter> {
+    load_file(parts, AdapterFile::open(path)?, multiplier)
 }
 
 /// Checks that a LoRA file can be attached to the model of a family at `model`, from configs, names and shapes only. `parts`: where
@@ -41,7 +41,7 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
 /// As [`load_lora`], and when the model cannot be loaded.
 pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
     let mut model = families::layout(model, arch, parts)?;
-    load_file(&mut model.parts(), LoraFile::open_layout(path)?, 1.0).map(drop)
+    load_file(&mut model.parts(), AdapterFile::open_layout(path)?, 1.0).map(drop)
 }
 
 /// The layers of the denoiser that a LoRA file changes, by their dotted diffusers paths. Reads configs, names and shapes only. `parts`:
@@ -52,7 +52,7 @@ pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) 
 pub fn adapted_layers(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<BTreeSet<String>> {
     let mut model = families::layout(model, arch, parts)?;
     let mut parts = model.parts();
-    let (index, file) = (index_layers(&mut parts)?, LoraFile::open_layout(path)?);
+    let (index, file) = (index_layers(&mut parts)?, AdapterFile::open_layout(path)?);
     let (found, unknown) = file.resolve(&index)?;
     check_fits(&parts, &file, &found, &unknown)?;
     let denoisers: Vec<&str> = parts
@@ -65,13 +65,13 @@ pub fn adapted_layers(path: &Path, model: &Path, arch: ArchName, parts: &PartPat
 }
 
 /// [`load_lora`] of a file that was read.
-fn load_file(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<LoadedLora> {
+fn load_file(parts: &mut [Part<'_>], file: AdapterFile, multiplier: f64) -> Result<LoadedAdapter> {
     let index = index_layers(parts)?;
     let (found, unknown) = file.resolve(&index)?;
     check_fits(parts, &file, &found, &unknown)?;
     let layers = found.len();
     let handle = attach(parts, &file, found, multiplier)?;
-    Ok(LoadedLora {
+    Ok(LoadedAdapter {
         multiplier: handle.multiplier.clone(),
         layers,
         unknown,
@@ -83,7 +83,7 @@ fn load_file(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<
 ///
 /// # Errors
 /// When no layer, or no layer of the transformer, is in the model.
-pub(super) fn check_fits(parts: &[Part<'_>], file: &LoraFile, found: &FileLayers, unknown: &[String]) -> Result<()> {
+pub(super) fn check_fits(parts: &[Part<'_>], file: &AdapterFile, found: &FileLayers, unknown: &[String]) -> Result<()> {
     if found.is_empty() {
         let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
         return Err(EngineError::WeightsFile {
@@ -115,7 +115,7 @@ pub(super) fn check_fits(parts: &[Part<'_>], file: &LoraFile, found: &FileLayers
 /// # Errors
 /// When the file is damaged or not a LoRA, or a shape does not match its layer.
 pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
-    let file = LoraFile::open(path)?;
+    let file = AdapterFile::open(path)?;
     let (mut found, _) = file.resolve(&index_layers(parts)?)?;
     let of_text: Vec<&str> = parts
         .iter()
@@ -129,8 +129,13 @@ pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
 }
 
 /// Attaches these layers of a file.
-fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multiplier: f64) -> Result<Arc<LoraHandle>> {
-    let handle = LoraHandle::new(multiplier);
+fn attach(
+    parts: &mut [Part<'_>],
+    file: &AdapterFile,
+    mut found: FileLayers,
+    multiplier: f64,
+) -> Result<Arc<AdapterHandle>> {
+    let handle = AdapterHandle::new(multiplier);
     for Part {
         id,
         role,
@@ -179,7 +184,7 @@ fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multip
 fn without_transformer<'a>(parts: &[Part<'_>], found: &FileLayers, unknown: &'a [String]) -> Option<&'a String> {
     let mut transformers = parts
         .iter()
-        .filter(|part| part.role == PartRole::Denoiser && part.lora_names == LoraNames::Dotted);
+        .filter(|part| part.role == PartRole::Denoiser && part.lora_names == AdapterNames::Dotted);
     transformers.find(|part| !found.keys().any(|(id, _)| *id == part.id))?;
     unknown.iter().find(|name| !is_of_text(name))
 }

@@ -6,7 +6,7 @@
 
 use super::lora::new_layer;
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
-use crate::families::{LoraNames, PartRole};
+use crate::families::{AdapterNames, PartRole};
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
@@ -23,10 +23,10 @@ impl AdapterType for Locon {
         role != PartRole::Denoiser || path.split('.').any(|part| BLOCKS.contains(&part))
     }
 
-    fn check_names(&self, names: LoraNames) -> std::result::Result<(), String> {
+    fn check_names(&self, names: AdapterNames) -> std::result::Result<(), String> {
         match names {
-            LoraNames::Flattened => Ok(()),
-            LoraNames::Dotted => Err(
+            AdapterNames::Flattened => Ok(()),
+            AdapterNames::Dotted => Err(
                 "`network.type: locon` trains U-Nets alone, as in ai-toolkit, and this model has a transformer: \
                                       use `type: lora` or `type: lokr`"
                     .to_owned(),

@@ -5,7 +5,7 @@ use super::file_readers::read_layer;
 use super::keys::{ParsedKey, parse_key};
 use super::names::NamedLayers;
 use super::*;
-use crate::families::{self, Conditioning, LoadOptions, LoraNames, Model};
+use crate::families::{self, AdapterNames, Conditioning, LoadOptions, Model};
 use crate::nn::{BaseLayer, LayerKind, conv2d};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, in_portable_mode, largest, tiny_sd};
@@ -56,12 +56,12 @@ pub(super) fn named(rows: &[usize], halves_swapped: bool) -> NamedLayers {
 
 /// What an adapter adds to the output of a layer with this shape, for the input x.
 fn change(layer: &dyn FileLayer, dims: &[usize], x: &Tensor) -> Tensor {
-    let handle = LoraHandle::new(1.0);
+    let handle = AdapterHandle::new(1.0);
     let weight = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
     let base = Weight::Plain(weight.clone());
     let site = Site {
         name: "layer".to_owned(),
-        names: LoraNames::Flattened,
+        names: AdapterNames::Flattened,
         weight: &base,
         handle: &handle,
     };
@@ -208,25 +208,25 @@ fn models_with_a_lokr_answer_as_with_lycoris() {
     }
 }
 
-fn config(rank: usize, conv_rank: Option<usize>) -> LoraConfig {
-    LoraConfig {
+fn config(rank: usize, conv_rank: Option<usize>) -> AdapterConfig {
+    AdapterConfig {
         rank,
         alpha: 1.5,
         conv_rank,
         conv_alpha: 2.5,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     }
 }
 
 const FULL: usize = 9_999_999_999;
 
-fn attach(adapter: &dyn AdapterType, config: &LoraConfig, model: &mut dyn Model) -> LoraNetwork {
+fn attach(adapter: &dyn AdapterType, config: &AdapterConfig, model: &mut dyn Model) -> AdapterNetwork {
     let mut parts = model.parts();
     parts.retain(|part| part.role == families::PartRole::Denoiser);
-    LoraNetwork::attach_as(adapter, config, None, &mut parts, &mut TorchGenerator::manual_seed(9)).unwrap()
+    AdapterNetwork::attach_as(adapter, config, None, &mut parts, &mut TorchGenerator::manual_seed(9)).unwrap()
 }
 
-fn randomise(network: &LoraNetwork) {
+fn randomise(network: &AdapterNetwork) {
     let mut generator = TorchGenerator::manual_seed(4);
     for p in network.params() {
         let values = generator.uniform(p.var.elem_count(), -0.3, 0.3);
@@ -236,7 +236,7 @@ fn randomise(network: &LoraNetwork) {
     }
 }
 
-fn write(network: &LoraNetwork, path: &Path, dtype: DType) -> BTreeMap<String, Tensor> {
+fn write(network: &AdapterNetwork, path: &Path, dtype: DType) -> BTreeMap<String, Tensor> {
     let tensors = network.tensors(dtype).unwrap();
     std::fs::write(path, lora_file_bytes(&tensors, BTreeMap::new()).unwrap()).unwrap();
     tensors
@@ -271,7 +271,7 @@ fn trained_networks_are_saved_with_the_names_of_ai_toolkit_and_load_again() {
         let model = || -> Box<dyn Model> { if is_flux { flux() } else { Box::new(tiny_sd()) } };
         let answer = |model: &dyn Model| if is_flux { transformer(model) } else { unet(model) };
         let plain = answer(&*model());
-        let mut cases: Vec<(&dyn AdapterType, LoraConfig)> = Vec::new();
+        let mut cases: Vec<(&dyn AdapterType, AdapterConfig)> = Vec::new();
         cases.extend(
             lokr.iter()
                 .map(|(lokr, config)| (lokr as &dyn AdapterType, config.clone())),
@@ -302,7 +302,7 @@ fn trained_networks_are_saved_with_the_names_of_ai_toolkit_and_load_again() {
             assert!(difference < 1e-5, "{adapter:?}: {difference}");
             let mut third = model();
             let resumed = attach(adapter, &config, &mut *third);
-            let report = resumed.load(&LoraFile::open(&path).unwrap()).unwrap();
+            let report = resumed.load(&AdapterFile::open(&path).unwrap()).unwrap();
             assert_eq!((report.missing.len(), report.unknown.len(), report.resized), (0, 0, 0));
             let difference = gap(&answer(&*third), &expected) / largest(&expected);
             assert!(difference < 1e-5, "{adapter:?}: {difference}");
@@ -377,8 +377,11 @@ fn names_shapes_and_alphas_are_those_of_ai_toolkit() {
 fn a_file_of_another_type_or_form_is_an_error_that_says_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.safetensors");
-    let refused = |network: &LoraNetwork, part: &str| {
-        let error = network.load(&LoraFile::open(&path).unwrap()).unwrap_err().to_string();
+    let refused = |network: &AdapterNetwork, part: &str| {
+        let error = network
+            .load(&AdapterFile::open(&path).unwrap())
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(part) && error.contains("x.safetensors"), "{error}");
     };
     let full = config(FULL, Some(FULL));
@@ -406,7 +409,7 @@ fn a_file_of_another_type_or_form_is_an_error_that_says_what_to_do() {
         &mut tiny_sd(),
     );
     refused(&other, "network.lokr_factor");
-    let error = LoraNetwork::attach_as(
+    let error = AdapterNetwork::attach_as(
         &Locon,
         &config(4, None),
         None,
@@ -435,7 +438,7 @@ fn a_training_keeps_the_strength_of_the_file_it_starts_from() {
     write(&network, &path, DType::F32);
     let expected = unet(&trained);
     for other in [
-        LoraConfig {
+        AdapterConfig {
             alpha: 6.0,
             conv_alpha: 1.0,
             ..config(2, Some(2))
@@ -444,7 +447,7 @@ fn a_training_keeps_the_strength_of_the_file_it_starts_from() {
     ] {
         let mut model = tiny_sd();
         let network = attach(&two, &other, &mut model);
-        network.load(&LoraFile::open(&path).unwrap()).unwrap();
+        network.load(&AdapterFile::open(&path).unwrap()).unwrap();
         let gap = gap(&unet(&model), &expected) / largest(&expected);
         assert!(gap < 1e-5, "{other:?}: {gap}");
     }

@@ -1,7 +1,7 @@
 //! Merges a trained network into the layers that it changes, and starts it anew (`train.merge_network_on_save`).
 
-use super::handle::LoraPass;
-use super::network::LoraNetwork;
+use super::handle::AdapterPass;
+use super::network::AdapterNetwork;
 use crate::error::{EngineError, Result};
 use crate::families::Part;
 use crate::nn::LayerMut;
@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-impl LoraNetwork {
+impl AdapterNetwork {
     /// Checks that the network can be merged into the layers of `parts`. Call this before training.
     ///
     /// # Errors
@@ -51,7 +51,7 @@ impl LoraNetwork {
                 }
                 return Ok(());
             }
-            let pass = LoraPass::inference(1.0);
+            let pass = AdapterPass::inference(1.0);
             let (weight, bias) = self.handle.in_pass(pass, || {
                 Ok::<_, EngineError>((adapter.change(layer.weight())?, adapter.bias_change()?))
             })?;

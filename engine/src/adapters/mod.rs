@@ -3,10 +3,10 @@
 //!
 //! - [`LoraLayer`]: the computation of a LoRA, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
 //! - [`AdapterType`]: a type of adapter that can be trained, [`FileLayer`]: what a file of any type holds for a layer.
-//! - [`LoraFile`]: reads files with the names of ai-toolkit, sd-scripts (diffusers or original paths), diffusers or
+//! - [`AdapterFile`]: reads files with the names of ai-toolkit, sd-scripts (diffusers or original paths), diffusers or
 //!   peft.
 //! - [`load_lora`]: attaches a file to a model for inference.
-//! - [`LoraNetwork`]: the trainable layers of a model, and the tensors to save.
+//! - [`AdapterNetwork`]: the trainable layers of a model, and the tensors to save.
 //! - [`model_layers`]: the layers of a model with their own weights, for LoRAs that are extracted.
 //! - [`rescale_lora`]: changes the strength of a file.
 //! - [`convert_lora`]: writes a file with the names of another program.
@@ -43,21 +43,21 @@ mod trained_layer;
 mod weight_adapter;
 mod whole_layer;
 
-pub use adapter_file::LoraFile;
-pub use convert::{Conversion, ConvertedLora, Dialect, convert_lora};
+pub use adapter_file::AdapterFile;
+pub use convert::{Conversion, ConvertedAdapter, Dialect, convert_lora};
 pub use difference::Difference;
 pub use dora::Dora;
-pub use file_layer::{FileLayer, LoraModule, Site};
-pub use handle::{LoraHandle, LoraPass, Multiplier};
+pub use file_layer::{AdapterModule, FileLayer, Site};
+pub use handle::{AdapterHandle, AdapterPass, Multiplier};
 pub use layer::{Dropout, LoraLayer};
-pub use load::{LoadedLora, adapted_layers, check_lora, is_of_text, load_lora, load_text_lora};
+pub use load::{LoadedAdapter, adapted_layers, check_lora, is_of_text, load_lora, load_text_lora};
 pub use locon::Locon;
 pub use loha::Loha;
 pub use lokr::Lokr;
 pub use lora::Lora;
 pub use model_layers::{ModelLayer, model_layers};
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
-pub use network::{LoadReport, LoraConfig, LoraNetwork};
+pub use network::{AdapterConfig, AdapterNetwork, LoadReport};
 pub use ranks::{LayerRank, Rank};
 pub use rescale::{RescaledLora, Rescaling, rescale_lora};
 pub use save::{is_finite, lora_file_bytes, python_json, safetensors_bytes};

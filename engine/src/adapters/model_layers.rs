@@ -2,7 +2,7 @@
 
 use super::names::saved_name;
 use crate::error::Result;
-use crate::families::{LoraNames, Part, PartRole};
+use crate::families::{AdapterNames, Part, PartRole};
 use crate::weights::Weight;
 
 /// A layer of a model.
@@ -15,7 +15,7 @@ pub struct ModelLayer {
     /// Its dotted diffusers path.
     pub path: String,
     /// How saved LoRA files name the layers of the part.
-    pub names: LoraNames,
+    pub names: AdapterNames,
     /// Its name in saved LoRA files, without the suffix of a tensor.
     pub saved_name: String,
     /// Its weight, [out, in] or [out, in, kh, kw].
@@ -26,7 +26,7 @@ impl ModelLayer {
     /// Whether its names in files are sd-scripts', which have an alpha.
     #[must_use]
     pub fn has_alpha(&self) -> bool {
-        self.names == LoraNames::Flattened
+        self.names == AdapterNames::Flattened
     }
 
     /// Whether LoRAs usually change it: of a text encoder only the layers of the attention and of the MLP are.

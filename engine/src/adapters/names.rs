@@ -1,6 +1,6 @@
 //! The names of a model's layers in every dialect of LoRA files.
 
-use crate::families::{LoraNames, Part, PartRole};
+use crate::families::{AdapterNames, Part, PartRole};
 use crate::models::unet::OriginalNames;
 use crate::models::{flux, sd3, zimage};
 use std::collections::HashMap;
@@ -137,12 +137,12 @@ pub(super) fn old_prefix(part: &str) -> &'static str {
 
 /// The name of a layer in saved LoRA files: `lora_unet_down_blocks_0_…`, or `transformer.transformer_blocks.0.…`. Names of
 /// text encoders always contain `text_model`.
-pub(super) fn saved_name(names: LoraNames, role: PartRole, lora_prefix: &str, path: &str) -> String {
+pub(super) fn saved_name(names: AdapterNames, role: PartRole, lora_prefix: &str, path: &str) -> String {
     let text_model = match role {
         PartRole::TextEncoder if !path.starts_with("text_model.") => "text_model.",
         _ => "",
     };
-    if names == LoraNames::Dotted {
+    if names == AdapterNames::Dotted {
         return format!("{lora_prefix}.{text_model}{path}");
     }
     // diffusers and sd-scripts know these layers of SDXL by their original names only.

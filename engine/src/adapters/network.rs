@@ -1,8 +1,8 @@
 //! The trainable network of a model: its target layers, saving and loading. The types of adapters are in files of their own.
 
-use super::adapter_file::LoraFile;
+use super::adapter_file::AdapterFile;
 use super::difference::{DenseLayer, Difference};
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::layer::Dropout;
 use super::load::{attach_adapter, index_layers};
 use super::lora::Lora;
@@ -11,7 +11,7 @@ use super::ranks::{LayerRank, Rank, ranks_of};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
 use super::whole_layer::{PREFIX, WHOLE_LAYERS, Whole};
 use crate::error::{EngineError, Result};
-use crate::families::{LoraNames, Part, PartRole};
+use crate::families::{AdapterNames, Part, PartRole};
 use crate::nn::LayerMut;
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 /// The settings in `network`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct LoraConfig {
+pub struct AdapterConfig {
     /// The rank for linear layers and 1x1 convolutions.
     pub rank: usize,
     /// The alpha for linear layers and 1x1 convolutions.
@@ -54,7 +54,7 @@ pub struct LoraConfig {
     pub blocks_only: bool,
 }
 
-impl Default for LoraConfig {
+impl Default for AdapterConfig {
     /// Rank 4 and alpha 1 for linear layers and 1x1 convolutions of repeated blocks.
     fn default() -> Self {
         Self {
@@ -87,7 +87,7 @@ enum Target {
     Whole,
 }
 
-impl LoraConfig {
+impl AdapterConfig {
     /// The names of a layer or norm by which filters of the config select it. `None`: they leave it out, or it is in no part of the model
     /// that is trained.
     fn selected(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> Option<Names> {
@@ -98,7 +98,7 @@ impl LoraConfig {
         if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
             return None;
         }
-        let is_unet = part.role == PartRole::Denoiser && part.part_names == LoraNames::Flattened;
+        let is_unet = part.role == PartRole::Denoiser && part.part_names == AdapterNames::Flattened;
         if is_unet && !is_in_container(&self.containers, path) {
             return None;
         }
@@ -155,9 +155,9 @@ impl LoraConfig {
         };
         let alpha = match part.names {
             // These names have an alpha beside them.
-            LoraNames::Flattened => alpha,
+            AdapterNames::Flattened => alpha,
             // Their files have no alpha, so the scale is 1.
-            LoraNames::Dotted => rank as f64,
+            AdapterNames::Dotted => rank as f64,
         };
         (rank > 0).then_some(Target::Adapter(Rank { rank, alpha }))
     }
@@ -205,9 +205,9 @@ struct Naming {
     lora_prefix: &'static str,
     /// The beginning of saved names.
     saved_prefix: &'static str,
-    names: LoraNames,
+    names: AdapterNames,
     /// Those of the part, which filters of configs match too.
-    part_names: LoraNames,
+    part_names: AdapterNames,
     blocks: &'static [&'static str],
 }
 
@@ -222,10 +222,10 @@ impl Naming {
             part_names: part.lora_names,
             blocks: part.blocks,
         };
-        match adapter.has_old_names() && part.lora_names == LoraNames::Dotted {
+        match adapter.has_old_names() && part.lora_names == AdapterNames::Dotted {
             true => Self {
                 saved_prefix: old_prefix(part.id),
-                names: LoraNames::Flattened,
+                names: AdapterNames::Flattened,
                 ..naming
             },
             false => naming,
@@ -260,21 +260,50 @@ pub struct LoadReport {
     pub resized: usize,
 }
 
+/// Checks that the settings can be used for these parts, whatever their layers.
+fn check_config(adapter: &dyn AdapterType, config: &AdapterConfig, parts: &[Part<'_>]) -> Result<()> {
+    if config.rank == 0 || config.conv_rank == Some(0) {
+        return Err(EngineError::bad_input(
+            "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
+        ));
+    }
+    let denoisers = parts.iter().filter(|part| part.role == PartRole::Denoiser);
+    if config.whole_in_out && denoisers.clone().any(|part| part.lora_names == AdapterNames::Dotted) {
+        return Err(EngineError::bad_input(
+            "network.network_kwargs.full_train_in_out: only U-Nets have the two layers (`conv_in`, `conv_out`) that are trained, and this \
+             model has a transformer: set it to false",
+        ));
+    }
+    for part in parts.iter() {
+        adapter.check_names(part.lora_names).map_err(EngineError::bad_input)?;
+    }
+    Ok(())
+}
+
+/// The error of a network without a layer.
+fn no_target() -> EngineError {
+    EngineError::bad_input(
+        "network.network_kwargs: no layer is left to train; check `only_if_contains`, `ignore_if_contains`, \
+                 `target_lin_modules`, `target_conv_modules` and `parameter_threshold` (of a config of sd-scripts: the weights of its blocks \
+                 and `block_lr_zero_threshold`)",
+    )
+}
+
 /// The trainable network of a model.
 #[derive(Debug)]
-pub struct LoraNetwork {
+pub struct AdapterNetwork {
     targets: Vec<TargetLayer>,
     index: LayerIndex,
     /// The strength and the mode of all layers.
-    pub handle: Arc<LoraHandle>,
+    pub handle: Arc<AdapterHandle>,
 }
 
-impl LoraNetwork {
+impl AdapterNetwork {
     /// [`Self::attach_as`] a LoRA.
     ///
     /// # Errors
     /// As there.
-    pub fn attach(config: &LoraConfig, parts: &mut [Part<'_>], generator: &mut TorchGenerator) -> Result<Self> {
+    pub fn attach(config: &AdapterConfig, parts: &mut [Part<'_>], generator: &mut TorchGenerator) -> Result<Self> {
         Self::attach_as(&Lora, config, None, parts, generator)
     }
 
@@ -285,27 +314,13 @@ impl LoraNetwork {
     /// When there is no target layer, the rank of the network is 0, or the type cannot be trained on the model.
     pub fn attach_as(
         adapter: &dyn AdapterType,
-        config: &LoraConfig,
-        ranks_file: Option<&LoraFile>,
+        config: &AdapterConfig,
+        ranks_file: Option<&AdapterFile>,
         parts: &mut [Part<'_>],
         generator: &mut TorchGenerator,
     ) -> Result<Self> {
-        if config.rank == 0 || config.conv_rank == Some(0) {
-            return Err(EngineError::bad_input(
-                "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
-            ));
-        }
-        let denoisers = parts.iter().filter(|part| part.role == PartRole::Denoiser);
-        if config.whole_in_out && denoisers.clone().any(|part| part.lora_names == LoraNames::Dotted) {
-            return Err(EngineError::bad_input(
-                "network.network_kwargs.full_train_in_out: only U-Nets have the two layers (`conv_in`, `conv_out`) that are trained, and this \
-                 model has a transformer: set it to false",
-            ));
-        }
-        for part in parts.iter() {
-            adapter.check_names(part.lora_names).map_err(EngineError::bad_input)?;
-        }
-        let handle = LoraHandle::new(1.0);
+        check_config(adapter, config, parts)?;
+        let handle = AdapterHandle::new(1.0);
         let index = index_layers(parts)?;
         let of_file = ranks_file.map(|file| ranks_of(file, &index)).transpose()?;
         let mut targets = Vec::new();
@@ -384,13 +399,43 @@ impl LoraNetwork {
             })?;
         }
         if targets.is_empty() {
-            return Err(EngineError::bad_input(
-                "network.network_kwargs: no layer is left to train; check `only_if_contains`, `ignore_if_contains`, \
-                 `target_lin_modules`, `target_conv_modules` and `parameter_threshold` (of a config of sd-scripts: the weights of its blocks \
-                 and `block_lr_zero_threshold`)",
-            ));
+            return Err(no_target());
         }
         Ok(Self { targets, index, handle })
+    }
+
+    /// Checks what [`Self::attach_as`] checks, and attaches nothing: the weights can be those of [`crate::families::layout`].
+    ///
+    /// # Errors
+    /// When there is no target layer, the rank of the network is 0, or the type cannot be trained on the model.
+    pub fn check(
+        adapter: &dyn AdapterType,
+        config: &AdapterConfig,
+        ranks_file: Option<&AdapterFile>,
+        parts: &mut [Part<'_>],
+    ) -> Result<()> {
+        check_config(adapter, config, parts)?;
+        let index = index_layers(parts)?;
+        let of_file = ranks_file.map(|file| ranks_of(file, &index)).transpose()?;
+        let mut has_target = false;
+        for part in parts.iter_mut() {
+            let naming = Naming::of(part, adapter);
+            part.layers.visit_layers(&mut |path, layer| {
+                let (dims, has_bias) = (layer.weight().dims().to_vec(), layer.bias().is_some());
+                has_target |= match config.target(naming, path, &dims, has_bias, of_file.as_ref()) {
+                    Some(Target::Adapter(_)) => adapter.covers(naming.role, path),
+                    Some(Target::Difference | Target::Whole) => true,
+                    None => false,
+                };
+                Ok(())
+            })?;
+            part.layers.visit_norms(&mut |path, norm| {
+                let LayerMut::Norm(norm) = norm else { return Ok(()) };
+                has_target |= config.trains_norm(naming, path, norm.weight.dims(), norm.own_bias().is_some());
+                Ok(())
+            })?;
+        }
+        has_target.then_some(()).ok_or_else(no_target)
     }
 
     /// The number of layers with an adapter.
@@ -459,7 +504,7 @@ impl LoraNetwork {
     ///
     /// # Errors
     /// When a shape does not match, the file has another type of adapter, or no layer of the file is a target.
-    pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
+    pub fn load(&self, file: &AdapterFile) -> Result<LoadReport> {
         let (mut resolved, unknown) = file.resolve(&self.index)?;
         let mut report = LoadReport {
             unknown,

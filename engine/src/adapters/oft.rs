@@ -7,7 +7,7 @@
 //! I + k (R - I) at strength k. `rescale` [out, 1, ..] multiplies each output, at every strength.
 
 use super::file_layer::{FileLayer, RoleTensors, Site};
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::NamedLayers;
 use super::stored_matrix::with_alpha;
@@ -180,7 +180,7 @@ struct OftLayer {
     is_butterfly: bool,
     /// [out].
     rescale: Option<Tensor>,
-    handle: Arc<LoraHandle>,
+    handle: Arc<AdapterHandle>,
 }
 
 impl OftLayer {

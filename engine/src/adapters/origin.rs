@@ -1,10 +1,10 @@
 //! Which family of models a LoRA file was made for, for messages.
 
-use super::file_layer::LoraModule;
+use super::file_layer::AdapterModule;
 use std::collections::BTreeMap;
 
 /// The family that a LoRA was made for, and what shows it. `None`: nothing does.
-pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]) -> Option<String> {
+pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[AdapterModule]) -> Option<String> {
     let keys = ["modelspec.architecture", "ss_base_model_version"];
     let said = keys.iter().find_map(|key| Some((key, metadata.get(*key)?)));
     if let Some((key, said)) = said {
@@ -54,7 +54,7 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
 }
 
 /// The family by the width of the text that the cross-attention of its U-Net reads.
-fn width_of_context(modules: &[LoraModule]) -> Option<String> {
+fn width_of_context(modules: &[AdapterModule]) -> Option<String> {
     let context = modules.iter().find_map(|module| {
         let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");
         is_cross.then(|| module.tensors.inputs())
@@ -70,7 +70,7 @@ fn width_of_context(modules: &[LoraModule]) -> Option<String> {
 }
 
 /// The kind of family by the names of the layers alone, for sizes that no published model has.
-fn structure(modules: &[LoraModule]) -> Option<String> {
+fn structure(modules: &[AdapterModule]) -> Option<String> {
     for (parts, family) in [
         (
             &["down_blocks", "up_blocks", "mid_block", "input_blocks", "output_blocks"][..],

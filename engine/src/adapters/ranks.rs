@@ -1,6 +1,6 @@
 //! Ranks of layers that differ from those of their network: of `network.layer_ranks`, or of the layers of a LoRA file.
 
-use super::adapter_file::LoraFile;
+use super::adapter_file::AdapterFile;
 use super::names::{LayerIndex, LayerKey};
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
@@ -30,7 +30,7 @@ pub struct LayerRank {
 ///
 /// # Errors
 /// When the file has another type of adapter for a layer, or no layer of the model.
-pub(super) fn ranks_of(file: &LoraFile, index: &LayerIndex) -> Result<BTreeMap<LayerKey, Rank>> {
+pub(super) fn ranks_of(file: &AdapterFile, index: &LayerIndex) -> Result<BTreeMap<LayerKey, Rank>> {
     let failed = |reason: String| EngineError::WeightsFile {
         path: file.path.clone(),
         reason,

@@ -7,14 +7,14 @@ use candle_core::DType;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-fn config() -> LoraConfig {
+fn config() -> AdapterConfig {
     let rank = |rank, alpha| Rank { rank, alpha };
     let entry = |contains: &str, linear, conv| LayerRank {
         contains: contains.into(),
         linear,
         conv,
     };
-    LoraConfig {
+    AdapterConfig {
         rank: 4,
         alpha: 2.0,
         layer_ranks: vec![
@@ -25,12 +25,12 @@ fn config() -> LoraConfig {
             // The first entry counts.
             entry("down_blocks", rank(6, 1.0), rank(0, 1.0)),
         ],
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     }
 }
 
 /// The rank and the alpha of each layer that is saved.
-fn ranks(network: &LoraNetwork) -> BTreeMap<String, (usize, f32)> {
+fn ranks(network: &AdapterNetwork) -> BTreeMap<String, (usize, f32)> {
     let tensors = network.tensors(DType::F32).unwrap();
     let down = tensors.iter().filter_map(|(name, tensor)| {
         let layer = name.strip_suffix(".lora_down.weight")?;
@@ -40,16 +40,16 @@ fn ranks(network: &LoraNetwork) -> BTreeMap<String, (usize, f32)> {
     down.collect()
 }
 
-fn attach(config: &LoraConfig, file: Option<&LoraFile>) -> crate::error::Result<LoraNetwork> {
+fn attach(config: &AdapterConfig, file: Option<&AdapterFile>) -> crate::error::Result<AdapterNetwork> {
     let mut model = tiny_sd();
     let mut generator = TorchGenerator::manual_seed(9);
-    LoraNetwork::attach_as(&Lora, config, file, &mut [unet_part(&mut model)], &mut generator)
+    AdapterNetwork::attach_as(&Lora, config, file, &mut [unet_part(&mut model)], &mut generator)
 }
 
-fn save(network: &LoraNetwork, path: &Path) -> LoraFile {
+fn save(network: &AdapterNetwork, path: &Path) -> AdapterFile {
     let bytes = lora_file_bytes(&network.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap();
     std::fs::write(path, bytes).unwrap();
-    LoraFile::open(path).unwrap()
+    AdapterFile::open(path).unwrap()
 }
 
 #[test]
@@ -73,9 +73,9 @@ fn layers_have_the_ranks_of_a_file_and_those_it_lacks_are_not_trained() {
     let folder = tempfile::tempdir().unwrap();
     let network = attach(&config(), None).unwrap();
     let file = save(&network, &folder.path().join("a.safetensors"));
-    let other = LoraConfig {
+    let other = AdapterConfig {
         rank: 16,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let again = attach(&other, Some(&file)).unwrap();
     assert_eq!(ranks(&again), ranks(&network));
@@ -90,7 +90,7 @@ fn layers_have_the_ranks_of_a_file_and_those_it_lacks_are_not_trained() {
         (network.layers(), 0, 0, 0)
     );
     // The filters of the config select among them.
-    let some = LoraConfig {
+    let some = AdapterConfig {
         only_if_contains: vec!["mid_block".into()],
         ..other
     };
@@ -103,9 +103,9 @@ fn a_file_without_ranks_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut model = tiny_sd();
     let mut generator = TorchGenerator::manual_seed(9);
-    let config = LoraConfig::default();
+    let config = AdapterConfig::default();
     let parts = &mut [unet_part(&mut model)];
-    let loha = LoraNetwork::attach_as(&Loha, &config, None, parts, &mut generator).unwrap();
+    let loha = AdapterNetwork::attach_as(&Loha, &config, None, parts, &mut generator).unwrap();
     let file = save(&loha, &folder.path().join("a.safetensors"));
     let error = attach(&config, Some(&file)).unwrap_err().to_string();
     assert!(

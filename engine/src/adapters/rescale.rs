@@ -1,6 +1,6 @@
 //! Changes the strength that a LoRA file has by itself.
 
-use super::adapter_file::LoraFile;
+use super::adapter_file::AdapterFile;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::save::is_finite;
 use super::tensors::LoraTensors;
@@ -50,7 +50,7 @@ pub fn rescale_lora(
             path.display()
         )));
     }
-    let file = LoraFile::open_layout(path)?;
+    let file = AdapterFile::open_layout(path)?;
     let file_error = |reason: String| EngineError::WeightsFile {
         path: path.to_path_buf(),
         reason,

@@ -16,7 +16,7 @@ fn model() -> Box<dyn Model> {
     families::load(&fixtures().join("tiny_sd35"), ArchName::Sd3, &LoadOptions::cpu()).unwrap()
 }
 
-fn load(model: &mut dyn Model, path: &Path, strength: f64) -> Result<LoadedLora> {
+fn load(model: &mut dyn Model, path: &Path, strength: f64) -> Result<LoadedAdapter> {
     load_lora(&mut model.parts(), path, strength)
 }
 

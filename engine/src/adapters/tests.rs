@@ -3,10 +3,10 @@
 use super::load::index_layers;
 use super::names::saved_name;
 use super::*;
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::stable_diffusion::SdModel;
-use crate::families::{self, Conditioning, LoadOptions, LoraNames, Model, PartRole, Prompt, sdxl};
-use crate::residency::Residency;
+use crate::families::{self, AdapterNames, Conditioning, LoadOptions, Model, PartRole, Prompt, sdxl};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, largest, tiny_sd as model, unet_part};
 use aitk_common::job::arch::ArchName;
@@ -19,7 +19,7 @@ fn expected() -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("lora/expected.safetensors"), &Device::Cpu).unwrap()
 }
 
-fn load(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedLora> {
+fn load(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedAdapter> {
     load_lora(&mut model.parts(), path, multiplier)
 }
 
@@ -105,13 +105,13 @@ fn every_dialect_of_sdxl_gives_the_output_of_peft() {
 #[test]
 fn each_pass_keeps_its_strength_in_the_backward_pass() {
     let e = expected();
-    let gradients_with = |residency| -> Vec<Tensor> {
+    let gradients_with = |checkpointing| -> Vec<Tensor> {
         let mut model = model();
-        model.unet.residency = residency;
+        model.unet.checkpointing = checkpointing;
         let network = attach(&mut model, &config());
         randomise(&network);
         let pass = |strength| {
-            let pass = LoraPass {
+            let pass = AdapterPass {
                 strength,
                 dropout_seed: Some("masks".into()),
             };
@@ -126,8 +126,8 @@ fn each_pass_keeps_its_strength_in_the_backward_pass() {
         let of = |param: &crate::optim::Param| gradients.get(&param.var).unwrap().clone();
         params.iter().map(of).collect()
     };
-    let resident = gradients_with(Residency::Resident);
-    let recomputed = gradients_with(Residency::Checkpointed { steps: 1 });
+    let resident = gradients_with(Checkpointing::Off);
+    let recomputed = gradients_with(Checkpointing::Segments { blocks: 1 });
     for (a, b) in resident.iter().zip(&recomputed) {
         let gap = gap(a, b) / largest(a);
         assert!(gap < 1e-4, "gradients differ by {gap}");
@@ -141,12 +141,12 @@ fn an_error_says_which_family_a_lora_is_for() {
     assert!(error.contains("made for Stable Diffusion XL"), "{error}");
     let mut of_sd1 = model();
     let network = attach(&mut of_sd1, &config());
-    let error = network.load(&LoraFile::open(&xl).unwrap()).unwrap_err().to_string();
+    let error = network.load(&AdapterFile::open(&xl).unwrap()).unwrap_err().to_string();
     assert!(error.contains("made for Stable Diffusion XL"), "{error}");
     let said = BTreeMap::from([("ss_base_model_version".to_owned(), "flux.1".to_owned())]);
-    let file = LoraFile {
+    let file = AdapterFile {
         metadata: said,
-        ..LoraFile::open(&xl).unwrap()
+        ..AdapterFile::open(&xl).unwrap()
     };
     let error = network.load(&file).unwrap_err().to_string();
     assert!(error.contains("flux.1"), "{error}");
@@ -164,21 +164,21 @@ fn the_multiplier_can_change_at_any_time() {
     assert!(gap(&unet(&model, &e), &e["plain/unet"]) < 1e-5);
 }
 
-fn config() -> LoraConfig {
-    LoraConfig {
+fn config() -> AdapterConfig {
+    AdapterConfig {
         rank: 4,
         alpha: 2.0,
         conv_rank: Some(3),
         conv_alpha: 3.0,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     }
 }
 
-fn attach(model: &mut SdModel, config: &LoraConfig) -> LoraNetwork {
-    LoraNetwork::attach(config, &mut [unet_part(model)], &mut TorchGenerator::manual_seed(9)).unwrap()
+fn attach(model: &mut SdModel, config: &AdapterConfig) -> AdapterNetwork {
+    AdapterNetwork::attach(config, &mut [unet_part(model)], &mut TorchGenerator::manual_seed(9)).unwrap()
 }
 
-fn randomise(network: &LoraNetwork) {
+fn randomise(network: &AdapterNetwork) {
     let mut generator = TorchGenerator::manual_seed(4);
     for p in network.params() {
         let values = generator.uniform(p.var.elem_count(), -0.2, 0.2);
@@ -219,7 +219,7 @@ fn a_saved_lora_loads_and_gives_the_same_output() {
     assert_eq!(gap(&unet(&other, &e), &want), 0.0);
     assert!(gap(&want, &e["plain/unet"]) > 0.01);
 
-    let file = LoraFile::open(&path).unwrap();
+    let file = AdapterFile::open(&path).unwrap();
     assert_eq!(file.training_info(), Some((7, 1)));
     assert_eq!(file.metadata["sshs_model_hash"].len(), 64);
     assert_eq!(file.metadata["sshs_legacy_hash"].len(), 8);
@@ -230,7 +230,7 @@ fn a_saved_lora_loads_and_gives_the_same_output() {
 
 #[test]
 fn name_filters_select_the_target_layers() {
-    let names = |c: &LoraConfig| -> Vec<String> {
+    let names = |c: &AdapterConfig| -> Vec<String> {
         let network = attach(&mut model(), c);
         network.params().into_iter().map(|p| p.name).collect()
     };
@@ -240,12 +240,12 @@ fn name_filters_select_the_target_layers() {
             .any(|n| n == "lora_unet_time_embedding_linear_1.lora_down.weight")
     );
     assert!(all.iter().any(|n| n == "lora_unet_conv_in.lora_down.weight"));
-    let linear = names(&LoraConfig {
+    let linear = names(&AdapterConfig {
         conv_rank: None,
         ..config()
     });
     assert!(linear.iter().any(|n| n.contains("conv_shortcut")) && !linear.iter().any(|n| n.contains("conv_in")));
-    let some = names(&LoraConfig {
+    let some = names(&AdapterConfig {
         only_if_contains: vec!["mid_block.attentions".into(), "up_blocks_1".into()],
         ignore_if_contains: vec!["attn2".into()],
         ..config()
@@ -256,12 +256,12 @@ fn name_filters_select_the_target_layers() {
                 .iter()
                 .all(|n| !n.contains("attn2") && (n.contains("mid_block") || n.contains("up_blocks_1")))
     );
-    let none = LoraConfig {
+    let none = AdapterConfig {
         only_if_contains: vec!["nothing like it".into()],
         ..config()
     };
     let mut sd = model();
-    let failed = LoraNetwork::attach(&none, &mut [unet_part(&mut sd)], &mut TorchGenerator::manual_seed(0));
+    let failed = AdapterNetwork::attach(&none, &mut [unet_part(&mut sd)], &mut TorchGenerator::manual_seed(0));
     assert!(failed.unwrap_err().to_string().contains("only_if_contains"));
 }
 
@@ -297,12 +297,12 @@ fn weights_of_another_rank_are_padded_or_cut() {
         lora_file_bytes(&small.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap(),
     )
     .unwrap();
-    let file = LoraFile::open(&path).unwrap();
+    let file = AdapterFile::open(&path).unwrap();
     // alpha / rank is the same as before, so padding with zeros does not change the output.
     let mut bigger = model();
     let large = attach(
         &mut bigger,
-        &LoraConfig {
+        &AdapterConfig {
             rank: 8,
             alpha: 4.0,
             conv_rank: Some(6),
@@ -321,7 +321,7 @@ fn weights_of_another_rank_are_padded_or_cut() {
             assert!(rows.to_vec1::<f32>().unwrap().iter().all(|row| *row > 0.0), "{name}");
         }
     }
-    let report = attach(&mut model(), &LoraConfig { rank: 2, ..config() })
+    let report = attach(&mut model(), &AdapterConfig { rank: 2, ..config() })
         .load(&file)
         .unwrap();
     assert!(report.resized > 0);
@@ -427,7 +427,7 @@ fn a_training_does_not_start_from_whole_differences() {
     let diff = Tensor::ones((32, 4, 3, 3), DType::F32, &Device::Cpu).unwrap();
     let tensors = BTreeMap::from([("lora_unet_conv_in.diff".to_owned(), diff)]);
     std::fs::write(&path, safetensors_bytes(&tensors, &BTreeMap::new()).unwrap()).unwrap();
-    let error = attach(&mut model(), &config()).load(&LoraFile::open(&path).unwrap());
+    let error = attach(&mut model(), &config()).load(&AdapterFile::open(&path).unwrap());
     let error = error.unwrap_err().to_string();
     assert!(
         error.contains("lora_unet_conv_in") && error.contains("lower rank"),
@@ -454,7 +454,7 @@ fn an_alpha_may_be_a_whole_number() {
     };
     for dtype in [DType::F32, DType::BF16, DType::I64] {
         std::fs::write(&path, layer(dtype)).unwrap();
-        let file = LoraFile::open(&path).unwrap();
+        let file = AdapterFile::open(&path).unwrap();
         assert_eq!(lora(&*file.modules[0].tensors).alpha, Some(3.0), "{dtype:?}");
     }
 }
@@ -470,7 +470,7 @@ fn the_alpha_of_peft_is_read_from_the_header_or_from_the_file_beside_it() {
         ])
     };
     let alpha = |path: &Path| {
-        let file = LoraFile::open(path).unwrap();
+        let file = AdapterFile::open(path).unwrap();
         let (found, unknown) = file.resolve(&index_layers(&mut model().parts()).unwrap()).unwrap();
         assert!(unknown.is_empty(), "{unknown:?}");
         (
@@ -510,7 +510,7 @@ fn layers_of_the_additional_embedding_have_the_names_that_diffusers_reads() {
         ("time_embedding.linear_1", "lora_unet_time_embedding_linear_1"),
     ] {
         assert_eq!(
-            saved_name(LoraNames::Flattened, PartRole::Denoiser, "lora_unet", path),
+            saved_name(AdapterNames::Flattened, PartRole::Denoiser, "lora_unet", path),
             name
         );
     }

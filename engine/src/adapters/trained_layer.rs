@@ -1,10 +1,10 @@
 //! Types of adapters that can be trained.
 
 use super::file_layer::FileLayer;
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::layer::Dropout;
 use super::weight_adapter::WeightAdapter;
-use crate::families::{LoraNames, PartRole};
+use crate::families::{AdapterNames, PartRole};
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
 use candle_core::{Device, Result, Tensor, Var};
@@ -22,7 +22,7 @@ pub trait AdapterType: Debug {
     ///
     /// # Errors
     /// What to do instead.
-    fn check_names(&self, _names: LoraNames) -> std::result::Result<(), String> {
+    fn check_names(&self, _names: AdapterNames) -> std::result::Result<(), String> {
         Ok(())
     }
 
@@ -43,7 +43,7 @@ pub struct NewLayer<'a> {
     /// Its name in saved files.
     pub name: String,
     /// How saved files name tensors.
-    pub names: LoraNames,
+    pub names: AdapterNames,
     /// Its weight.
     pub weight: &'a Weight,
     /// Its bias.
@@ -58,7 +58,7 @@ pub struct NewLayer<'a> {
     pub alpha: f64,
     /// What training drops.
     pub dropout: Dropout,
-    pub(super) handle: &'a Arc<LoraHandle>,
+    pub(super) handle: &'a Arc<AdapterHandle>,
 }
 
 impl NewLayer<'_> {

@@ -5,7 +5,7 @@ use super::lycoris_tests::{layers, named, tensors};
 use super::trained_layer::NewLayer;
 use super::*;
 use crate::autograd;
-use crate::families::LoraNames;
+use crate::families::AdapterNames;
 use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerKind, Linear, LowRank, forward_layer};
 use crate::rng::TorchGenerator;
 use crate::testing::{gap, in_portable_mode, largest};
@@ -60,13 +60,13 @@ impl Layer {
         forward_layer(&self.base(), x, true, &adapters).unwrap()
     }
 
-    fn adapter(&self, layer: &dyn FileLayer, handle: &Arc<LoraHandle>) -> Arc<dyn WeightAdapter> {
+    fn adapter(&self, layer: &dyn FileLayer, handle: &Arc<AdapterHandle>) -> Arc<dyn WeightAdapter> {
         let rows = self.weight.dims()[0];
         let whole = layer.split(&named(&[rows], false), &|_| None).unwrap().remove(0);
         whole
             .adapter(Site {
                 name: "layer".to_owned(),
-                names: LoraNames::Flattened,
+                names: AdapterNames::Flattened,
                 weight: &self.weight,
                 handle,
             })
@@ -86,7 +86,7 @@ fn every_type_changes_a_layer_as_the_software_that_made_the_file() {
         let (layer, x) = (Layer::of(&found, &case), &found[&format!("{case}/x")]);
         let plain = layer.forward(x, vec![]);
         for strength in ["1", "0.5", "-0.7"] {
-            let handle = LoraHandle::new(strength.parse().unwrap());
+            let handle = AdapterHandle::new(strength.parse().unwrap());
             let adapter = layer.adapter(&*file, &handle);
             let expected = &found[&format!("{case}/y/{strength}")];
             let what = format!("{case} at {strength}");
@@ -127,7 +127,7 @@ fn a_dora_after_another_adapter_adds_its_own_change() {
     let found = tensors("types");
     let cases = cases(&found);
     let (layer, x) = (Layer::of(&found, "dora_locon_linear"), &found["dora_locon_linear/x"]);
-    let handle = LoraHandle::new(1.0);
+    let handle = AdapterHandle::new(1.0);
     let [dora, loha] = ["dora_locon_linear", "loha_linear"].map(|case| layer.adapter(&*cases[case], &handle));
     let change = |adapter: &Arc<dyn WeightAdapter>| adapter.change(&layer.weight).unwrap();
     let weight = (layer.weight.dense().unwrap() + (change(&dora) + change(&loha)).unwrap()).unwrap();
@@ -161,7 +161,7 @@ fn every_type_of_a_joined_layer_is_split_by_rows() {
         "full_linear",
     ] {
         let (layer, x) = (Layer::of(&found, case), &found[&format!("{case}/x")]);
-        let handle = LoraHandle::new(1.0);
+        let handle = AdapterHandle::new(1.0);
         for (sizes, swapped) in [(vec![7, 20, 5], false), (vec![32], true)] {
             let parts = cases[case].split(&named(&sizes, swapped), &|_| None).unwrap();
             let whole = layer.weight.dense().unwrap();
@@ -179,7 +179,7 @@ fn every_type_of_a_joined_layer_is_split_by_rows() {
                 };
                 let site = Site {
                     name: "layer".to_owned(),
-                    names: LoraNames::Dotted,
+                    names: AdapterNames::Dotted,
                     weight: &part_layer.weight,
                     handle: &handle,
                 };
@@ -209,11 +209,11 @@ fn every_type_of_a_joined_layer_is_split_by_rows() {
 
 /// A trained layer with the values of a file.
 fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropout: Dropout) -> Arc<dyn TrainedLayer> {
-    let handle = LoraHandle::new(1.0);
+    let handle = AdapterHandle::new(1.0);
     handle.set_training(Some("seed"));
     let new = NewLayer {
         name: "layer".to_owned(),
-        names: LoraNames::Dotted,
+        names: AdapterNames::Dotted,
         weight: &layer.weight,
         bias: Some(&layer.bias),
         dims: layer.weight.dims(),
@@ -277,8 +277,8 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
         for shape in ["linear", "conv"] {
             let layer = Layer::of(&found, &format!("{case}_{shape}"));
             let x = &found[&format!("{case}_{shape}/x")];
-            for names in [LoraNames::Flattened, LoraNames::Dotted] {
-                let handle = LoraHandle::new(1.0);
+            for names in [AdapterNames::Flattened, AdapterNames::Dotted] {
+                let handle = AdapterHandle::new(1.0);
                 let new = NewLayer {
                     name: "layer".to_owned(),
                     names,
@@ -315,8 +315,8 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
                 assert_eq!(read.kind(), kind);
                 let again = match (names, kind) {
                     // Dotted names have no alpha for a LoRA: its scale is 1.
-                    (LoraNames::Dotted, "DoRA") => continue,
-                    _ => layer.adapter(&**read, &LoraHandle::new(1.0)),
+                    (AdapterNames::Dotted, "DoRA") => continue,
+                    _ => layer.adapter(&**read, &AdapterHandle::new(1.0)),
                 };
                 check(
                     &layer.forward(x, vec![again]),
@@ -501,9 +501,9 @@ fn damaged_tensors_of_every_type_are_errors() {
     ] {
         let site = Site {
             name: "layer".to_owned(),
-            names: LoraNames::Flattened,
+            names: AdapterNames::Flattened,
             weight: &weight,
-            handle: &LoraHandle::new(1.0),
+            handle: &AdapterHandle::new(1.0),
         };
         let error = layer(tensors).unwrap().adapter(site).unwrap_err();
         assert!(error.contains(part), "{tensors:?}: {error}");
@@ -539,7 +539,7 @@ fn files_of_every_type_are_rescaled_or_refused() {
     ] {
         let rescaled: Tensors = rescale(case, target).unwrap();
         let layer = Layer::of(&found, case);
-        let adapter = layer.adapter(&*layers(&rescaled)[case], &LoraHandle::new(1.0));
+        let adapter = layer.adapter(&*layers(&rescaled)[case], &AdapterHandle::new(1.0));
         let y = layer.forward(&found[&format!("{case}/x")], vec![adapter]);
         check(&y, &found[&format!("{case}/y/-0.7")], 2e-6, case);
     }
@@ -564,7 +564,7 @@ fn layers_of_a_model_call_the_forward_pass_of_their_first_adapter() {
     let cases = cases(&found);
     for case in ["peft_dora_linear", "peft_dora_conv"] {
         let layer = Layer::of(&found, case);
-        let adapter = layer.adapter(&*cases[case], &LoraHandle::new(1.0));
+        let adapter = layer.adapter(&*cases[case], &AdapterHandle::new(1.0));
         let (weight, bias, x) = (
             layer.weight.clone(),
             Some(layer.bias.clone()),

@@ -5,7 +5,7 @@
 //! that of a full fine-tune. Files have them as `unet_conv_in.weight` and `.bias`, `unet_conv_out.weight` and `.bias`.
 
 use super::file_layer::{FileLayer, RoleTensors, Site};
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::NamedLayers;
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
@@ -48,7 +48,7 @@ struct WholeLayer {
     weight: Var,
     /// [out].
     bias: Option<Var>,
-    handle: Arc<LoraHandle>,
+    handle: Arc<AdapterHandle>,
 }
 
 impl WholeLayer {

@@ -1,17 +1,17 @@
 //! Benchmarks of Stable Diffusion at full size.
 
 use super::operations::{Iteration, forward_and_backward, normal, normal_f32};
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork};
 use crate::autograd::gradients;
+use crate::checkpointing::Checkpointing;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
 use crate::families::stable_diffusion::{SdConfig, Variant};
-use crate::families::{Conditioning, LoraNames, Part, PartRole};
+use crate::families::{AdapterNames, Conditioning, Part, PartRole};
 use crate::models::clip::{ClipTextConfig, ClipTextModel};
 use crate::models::unet::{AdditionalConditions, Transformer2d, TransformerSizes, UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{AutoencoderKl, VaeConfig};
 use crate::optim::{Adam, AdamParams, Grads, Optimizer};
-use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::training::{
@@ -89,22 +89,22 @@ pub(super) fn lora_step(
 ) -> Result<Iteration> {
     let mut unet = unet(compute, variant)?;
     if checkpointed {
-        unet.residency = Residency::Checkpointed { steps: 1 };
+        unet.checkpointing = Checkpointing::Segments { blocks: 1 };
     }
-    let lora = LoraConfig {
+    let lora = AdapterConfig {
         rank: 16,
         alpha: 16.0,
         conv_rank: None,
         conv_alpha: 1.0,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
-    let network = LoraNetwork::attach(
+    let network = AdapterNetwork::attach(
         &lora,
         &mut [Part {
             id: "unet",
             role: PartRole::Denoiser,
             lora_prefix: "lora_unet",
-            lora_names: LoraNames::Flattened,
+            lora_names: AdapterNames::Flattened,
             blocks: &[],
             layers: &mut unet,
         }],

@@ -28,7 +28,7 @@ pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use embedding_file::{LearnedWord, embedding_names};
 pub use encoded_prompts::EncodedPrompts;
 pub use flux::{FLUX, FLUX_KONTEXT};
-pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, SaveOptions, TextEncoders};
+pub use model::{AdapterNames, Family, GuidanceKind, Model, ModelWriter, Part, SaveOptions, TextEncoders};
 pub use options::{LoadOptions, LoadedParts, PromptReading, WeightChanges};
 pub use part_role::PartRole;
 pub use saved::{META_FILE, saved_step};

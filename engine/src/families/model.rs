@@ -3,10 +3,10 @@
 use super::conditioning::{Conditioning, ItemSize, Prompt};
 use super::options::LoadOptions;
 use super::part_role::PartRole;
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::nn::VisitLayers;
-use crate::residency::Residency;
 use crate::samplers::SamplerParams;
 use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
@@ -51,14 +51,14 @@ pub enum GuidanceKind {
 
 /// The names and the scale of LoRAs in saved files, as ai-toolkit has them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LoraNames {
+pub enum AdapterNames {
     /// sd-scripts' names, for U-Nets: `lora_unet_down_blocks_0_….lora_down.weight`, with `.alpha`.
     Flattened,
     /// peft's names, for transformers: `transformer.transformer_blocks.0.….lora_A.weight`. Without alpha, as it is the rank.
     Dotted,
 }
 
-impl LoraNames {
+impl AdapterNames {
     /// The suffixes of the two matrices.
     #[must_use]
     pub fn matrices(self) -> [&'static str; 2] {
@@ -78,7 +78,7 @@ pub struct Part<'a> {
     /// The beginning of the names of its layers in saved LoRA files: `lora_unet`, `lora_te2`.
     pub lora_prefix: &'static str,
     /// How saved LoRA files name its layers.
-    pub lora_names: LoraNames,
+    pub lora_names: AdapterNames,
     /// The lists of repeated blocks (`transformer_blocks`) outside of which a layer gets no LoRA, unless
     /// `network.transformer_only` is off. Empty: all layers get one.
     pub blocks: &'static [&'static str],
@@ -273,7 +273,7 @@ pub trait Model: Send + Debug {
     fn default_size(&self) -> (usize, usize);
 
     /// Sets how the parts that can be trained run their blocks.
-    fn set_residency(&mut self, residency: Residency);
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing);
 
     /// The model's own tensors that are trained, with part and name (`unet.conv_in.weight`), sorted.
     fn trained(&self) -> &[(String, Var)];

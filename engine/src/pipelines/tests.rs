@@ -1,7 +1,7 @@
 //! Compares generated images with those of diffusers, on the tiny model (`tests/reference/make_pipelines.py`).
 
 use super::*;
-use crate::adapters::{LoadedLora, load_lora};
+use crate::adapters::{LoadedAdapter, load_lora};
 use crate::families::LoadOptions;
 use crate::families::stable_diffusion::SdModel;
 use crate::rng::TorchGenerator;
@@ -155,7 +155,7 @@ pub(super) fn compare_case(
     }
 }
 
-fn model_with_lora(lora: &Path) -> (SdModel, LoadedLora) {
+fn model_with_lora(lora: &Path) -> (SdModel, LoadedAdapter) {
     let mut model = tiny_sd();
     let lora = load_lora(&mut model.parts(), lora, 1.0).unwrap();
     (model, lora)

@@ -2,7 +2,7 @@
 
 use super::events::{EventSink, OutputRequests, StopSignal};
 use super::log_file::LogFile;
-use crate::adapters::{LoadedLora, adapted_layers, load_lora};
+use crate::adapters::{LoadedAdapter, adapted_layers, load_lora};
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
@@ -107,7 +107,7 @@ impl Context<'_> {
     }
 
     /// Logs how many layers of a LoRA file were loaded, and how many names were ignored.
-    pub(super) fn log_loaded_lora(&mut self, path: &Path, loaded: &LoadedLora) {
+    pub(super) fn log_loaded_lora(&mut self, path: &Path, loaded: &LoadedAdapter) {
         self.log(
             "info",
             format!("{}: a LoRA on {} layers", path.display(), loaded.layers),

@@ -1,7 +1,7 @@
 //! Shared by the processes that generate images: the loaded model, the list of finished images, and image metadata.
 
 use super::context::Context;
-use crate::adapters::{LoadedLora, load_lora};
+use crate::adapters::{LoadedAdapter, load_lora};
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::families::Model;
@@ -19,7 +19,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// A loaded model with its LoRA.
 pub(super) struct ImageGenerator {
     pub(super) model: Box<dyn Model>,
-    pub(super) lora: Option<LoadedLora>,
+    pub(super) lora: Option<LoadedAdapter>,
     pub(super) v_prediction: bool,
 }
 
@@ -32,7 +32,7 @@ impl ImageGenerator {
             cx.log("info", note.clone());
         }
         let mut model = cx.load_model(config, &compute, Default::default(), None)?.model;
-        let mut load = |path: &Option<String>| -> Result<Option<LoadedLora>> {
+        let mut load = |path: &Option<String>| -> Result<Option<LoadedAdapter>> {
             let Some(path) = path else {
                 return Ok(None);
             };

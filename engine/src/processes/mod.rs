@@ -32,7 +32,7 @@ mod train;
 pub use context::{Context, artifact_name, expand_home};
 pub use events::{EventSink, OutputRequests, StopSignal};
 pub use log_file::LogFile;
-pub use train::{TrainingPreview, image_batches, preview};
+pub use train::{TrainingPreview, check_settings, image_batches, preview};
 
 use crate::device::portable::{is_portable, portable};
 use crate::error::{EngineError, Result};

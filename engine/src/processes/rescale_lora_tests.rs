@@ -1,7 +1,7 @@
 //! Runs whole `mod` jobs from YAML.
 
 use super::tests::{generate_job, images, run_spec, spec};
-use crate::adapters::{LoraFile, safetensors_bytes};
+use crate::adapters::{AdapterFile, safetensors_bytes};
 use crate::image_io;
 use crate::testing::fixtures;
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -146,7 +146,7 @@ fn each_target_changes_its_own_tensors() {
     let found = read(&output);
     let values = [&down, &up, &mid, &alpha, whole, "extra"].map(|name| first_number(&found, name));
     assert_eq!(values, [3.0, 3.0, 1.0, 2.0, 9.0, 5.0]);
-    let metadata = LoraFile::open(&output).unwrap().metadata;
+    let metadata = AdapterFile::open(&output).unwrap().metadata;
     assert_eq!(metadata["ss_note"], "kept");
     assert!(metadata["sshs_model_hash"].len() == 64 && !metadata.contains_key("name"));
     assert_eq!(found[&down].dtype(), DType::F32);
@@ -156,7 +156,7 @@ fn each_target_changes_its_own_tensors() {
     rescaled(&output, &output, keys);
     let found = read(&output);
     assert!((first_number(&found, &up) - 1.0).abs() < 1e-3 && found[&up].dtype() == DType::F16);
-    let metadata = LoraFile::open(&output).unwrap().metadata;
+    let metadata = AdapterFile::open(&output).unwrap().metadata;
     let expected = [
         ("name", "stronger"),
         ("version", "2"),

@@ -24,6 +24,7 @@ mod run;
 mod samples;
 mod save_files;
 mod saving;
+mod settings_check;
 mod sliders;
 mod step;
 mod switched_loras;
@@ -36,14 +37,15 @@ mod write;
 
 pub use image_batches::image_batches;
 pub use preview::{TrainingPreview, preview};
+pub use settings_check::check_settings;
 
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
 use crate::adapters::{is_of_text, load_lora};
+use crate::checkpointing::Checkpointing;
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::families::EncodedPrompts;
-use crate::residency::Residency;
 use crate::training::{ConditioningCache, LossMasks, SharedLearnedSnr};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
@@ -152,9 +154,9 @@ impl<'a> Run<'a> {
 
         let switched_loras = SwitchedLoras::load(process, &mut *model, cx)?;
 
-        let residency =
-            Residency::checkpointing(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
-        model.set_residency(residency);
+        let checkpointing =
+            Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
+        model.set_checkpointing(checkpointing);
         let target = Target::new(process, &mut *model, seed, cx)?;
         let trainer = trainer(process, &target, &memory_options, compute.dtype, seed)?;
         let configured = process.learning_rate();

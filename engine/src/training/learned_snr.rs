@@ -165,7 +165,7 @@ impl LearnedSnr {
                 ("offset_2", Some(old)) => old.as_f64(),
                 _ => file.get(name).and_then(Value::as_f64),
             };
-            *value = number.filter(|number| number.is_finite()).ok_or_else(|| {
+            *value = number.filter(|number| (*number as f32).is_finite()).ok_or_else(|| {
                 format!(
                     "expected an object with the numbers {}; `{name}` is none",
                     NAMES.join(", ")

@@ -13,11 +13,11 @@ mod targets;
 mod zimage;
 
 use super::*;
-use crate::adapters::{Dropout, LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork, Dropout};
 use crate::autograd::gradients;
+use crate::checkpointing::Checkpointing;
 use crate::families::{Conditioning, Model, Prompt};
 use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
-use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::testing::{fixtures, gap, in_portable_mode, tiny_sd, unet_part};
@@ -105,17 +105,17 @@ fn compare(name: &str) -> (f64, f64) {
     if name == "conv" {
         targets.extend(conv.map(String::from));
     }
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: 4,
         alpha: 8.0,
         conv_rank: (name == "conv").then_some(4),
         conv_alpha: 8.0,
         only_if_contains: targets,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let mut trained = model.parts();
     trained.retain(|part| trains(part.id));
-    let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    let network = AdapterNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     assert_eq!(network.covers_text_encoder(), trains("text_encoder"));
     let params = network.params();
     let new_trainer = || {
@@ -268,10 +268,10 @@ fn absolute_loss_with_item_weights_matches_the_reference() {
 }
 
 /// The loss and every gradient of one micro-batch, with LoRA on all layers of the U-Net and with dropout.
-fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
+fn loss_and_gradients(checkpointing: Checkpointing) -> (f32, Vec<Tensor>) {
     let mut model = tiny_sd();
-    model.unet.residency = residency;
-    let config = LoraConfig {
+    model.unet.checkpointing = checkpointing;
+    let config = AdapterConfig {
         rank: 4,
         alpha: 8.0,
         conv_rank: Some(4),
@@ -280,9 +280,9 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
             element: 0.2,
             ..Dropout::default()
         },
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
-    let network = LoraNetwork::attach(
+    let network = AdapterNetwork::attach(
         &config,
         &mut [unet_part(&mut model)],
         &mut TorchGenerator::manual_seed(0),
@@ -322,10 +322,10 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
 #[test]
 fn gradient_checkpointing_changes_neither_loss_nor_gradients() {
     let norm = |t: &Tensor| t.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt();
-    let (loss, grads) = loss_and_gradients(Residency::Resident);
+    let (loss, grads) = loss_and_gradients(Checkpointing::Off);
     assert!(grads.iter().all(|g| norm(g) > 0.0));
     for steps in [1, 2, 3, 5, 1000] {
-        let (recomputed_loss, recomputed_grads) = loss_and_gradients(Residency::Checkpointed { steps });
+        let (recomputed_loss, recomputed_grads) = loss_and_gradients(Checkpointing::Segments { blocks: steps });
         assert!(
             (recomputed_loss / loss - 1.0).abs() < 1e-6,
             "{steps} steps together: loss {recomputed_loss}, {loss}"

@@ -1,7 +1,7 @@
 //! Random trainings: what they train, and with which type of adapter.
 
 use aitk_common::job::network::LOKR_FULL_RANK;
-use aitk_engine::adapters::{AdapterType, Difference, Dora, Dropout, Loha, Lokr, Lora, LoraConfig, LoraNetwork};
+use aitk_engine::adapters::{AdapterConfig, AdapterNetwork, AdapterType, Difference, Dora, Dropout, Loha, Lokr, Lora};
 use aitk_engine::families::Part;
 use aitk_engine::rng::TorchGenerator;
 use aitk_engine::weights::Weights;
@@ -112,7 +112,7 @@ pub(crate) fn weights(dtype: DType) -> Weights {
 }
 
 /// The network of a training, attached to a part.
-pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Option<LoraNetwork> {
+pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Option<AdapterNetwork> {
     let (rank, conv_rank, dropout) = match training {
         Training::Full { .. } => return None,
         Training::Lora { rank, conv, dropout }
@@ -124,7 +124,7 @@ pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Opt
             (rank, Some(rank), false)
         }
     };
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank,
         alpha: rank as f64,
         conv_rank,
@@ -134,7 +134,7 @@ pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Opt
             ..Dropout::default()
         },
         blocks_only,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let adapter: Box<dyn AdapterType> = match training {
         Training::Lokr { factor, .. } => Box::new(Lokr {
@@ -147,7 +147,7 @@ pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Opt
         _ => Box::new(Lora),
     };
     let mut generator = TorchGenerator::manual_seed(1);
-    let network = LoraNetwork::attach_as(&*adapter, &config, None, &mut [part], &mut generator).unwrap();
+    let network = AdapterNetwork::attach_as(&*adapter, &config, None, &mut [part], &mut generator).unwrap();
     network.handle.set_training(Some("dropout"));
     Some(network)
 }

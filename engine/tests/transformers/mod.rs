@@ -11,14 +11,14 @@ use aitk_common::plan::shapes::{
     LanguageKind, LanguageShapes, ModelShapes, TextShapes, TransformerKind, TransformerShapes, VaeShapes,
 };
 use aitk_engine::autograd::record;
-use aitk_engine::families::{LoraNames, Part, PartRole};
+use aitk_engine::checkpointing::Checkpointing;
+use aitk_engine::families::{AdapterNames, Part, PartRole};
 use aitk_engine::models::flux::{FluxConditions, FluxConfig, FluxTransformer2DModel};
 use aitk_engine::models::qwen3::{Qwen3Config, Qwen3Model};
 use aitk_engine::models::sd3::{SD3Transformer2DModel, Sd3Conditions, Sd3Config};
 use aitk_engine::models::t5::{T5Config, T5EncoderModel};
 use aitk_engine::models::zimage::{ZImageConfig, ZImageTransformer2DModel};
 use aitk_engine::nn::VisitLayers;
-use aitk_engine::residency::Residency;
 use aitk_engine::rng::TorchGenerator;
 use aitk_engine::weights::{TrainableFilter, Weights};
 use candle_core::{DType, Device, Tensor};
@@ -352,7 +352,7 @@ impl Case {
         };
         let fused = self.training == Training::Full { fused: true };
         let mut transformer = self.transformer(&weights);
-        transformer.set_residency(Residency::checkpointing(self.checkpointed || fused));
+        transformer.set_checkpointing(Checkpointing::each_block(self.checkpointed || fused));
         let network = lora(self.training, self.blocks_only, transformer.part());
         let bytes = measure(|| {
             let inputs = self.inputs(self.batch, CAPTION_TOKENS, dtype);
@@ -429,11 +429,11 @@ impl Transformer {
         }
     }
 
-    fn set_residency(&mut self, residency: Residency) {
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
         match self {
-            Self::Flux(flux) => flux.residency = residency,
-            Self::Sd3(sd3) => sd3.residency = residency,
-            Self::ZImage(zimage) => zimage.residency = residency,
+            Self::Flux(flux) => flux.checkpointing = checkpointing,
+            Self::Sd3(sd3) => sd3.checkpointing = checkpointing,
+            Self::ZImage(zimage) => zimage.checkpointing = checkpointing,
         }
     }
 
@@ -447,7 +447,7 @@ impl Transformer {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "transformer",
-            lora_names: LoraNames::Dotted,
+            lora_names: AdapterNames::Dotted,
             blocks,
             layers,
         }

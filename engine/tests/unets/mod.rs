@@ -8,11 +8,11 @@ use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::plan::shapes::{BlockShapes, ModelShapes, TextShapes, UNetShapes, VaeShapes};
 use aitk_engine::autograd::record;
-use aitk_engine::families::{LoraNames, Part, PartRole};
+use aitk_engine::checkpointing::Checkpointing;
+use aitk_engine::families::{AdapterNames, Part, PartRole};
 use aitk_engine::models::clip::{ClipTextConfig, ClipTextModel};
 use aitk_engine::models::unet::{AdditionalConditions, PerBlock, UNet2DConditionModel, UNetConfig};
 use aitk_engine::models::vae::{AutoencoderKl, SampleSize, VaeConfig};
-use aitk_engine::residency::Residency;
 use aitk_engine::rng::TorchGenerator;
 use aitk_engine::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -313,12 +313,12 @@ fn measure_step(case: &Case) -> f64 {
     };
     let mut unet = UNet2DConditionModel::new(&weights, &case.unet_config()).unwrap();
     let fused = case.training == Training::Full { fused: true };
-    unet.residency = Residency::checkpointing(case.checkpointed || fused);
+    unet.checkpointing = Checkpointing::each_block(case.checkpointed || fused);
     let part = Part {
         id: "unet",
         role: PartRole::Denoiser,
         lora_prefix: "lora_unet",
-        lora_names: LoraNames::Flattened,
+        lora_names: AdapterNames::Flattened,
         blocks: &[],
         layers: &mut unet,
     };

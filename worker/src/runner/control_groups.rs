@@ -59,7 +59,7 @@ impl ControlGroups {
         let own_group =
             fs::read_to_string("/proc/self/cgroup").map_err(|error| format!("no control groups: {error}"))?;
         let found = Self::detect_in(Path::new(ROOT), &own_group, memory)?;
-        found.sweep();
+        found.remove_empty_groups();
         // Create a group to be sure; file modes are not enough to know.
         let trial = found.create(&format!("{PREFIX}{}", std::process::id()));
         trial
@@ -116,7 +116,7 @@ impl ControlGroups {
 
     /// Creates a group and moves the process `pid` into it.
     pub(super) fn add_process(&self, pid: i32) -> io::Result<ControlGroup> {
-        self.sweep();
+        self.remove_empty_groups();
         let group = self.create(&format!("{PREFIX}{pid}"))?;
         for folder in &group.folders {
             fs::write(folder.join("cgroup.procs"), pid.to_string())?;
@@ -138,7 +138,7 @@ impl ControlGroups {
     }
 
     /// Removes groups whose processes were still exiting when their attempt ended.
-    fn sweep(&self) {
+    fn remove_empty_groups(&self) {
         for parent in &self.parents {
             for entry in fs::read_dir(&parent.folder).into_iter().flatten().flatten() {
                 let name = entry.file_name();
@@ -257,7 +257,7 @@ mod tests {
         child.wait().unwrap();
         let folders = group.folders.clone();
         drop(group);
-        groups.sweep();
+        groups.remove_empty_groups();
         assert!(folders.iter().all(|folder| !folder.exists()), "{folders:?}");
     }
 

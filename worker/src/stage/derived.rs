@@ -106,7 +106,7 @@ impl DerivedCaches {
         let mut total = 0_u64;
         for folder in folders(&self.root).flat_map(|user| folders(&user).collect::<Vec<_>>()) {
             // Files that a running attempt writes are locked, and stay.
-            if let Err(error) = fsutil::sweep(&folder, Duration::ZERO) {
+            if let Err(error) = fsutil::remove_abandoned(&folder, Duration::ZERO) {
                 tracing::warn!(%error, "a partial file was not removed");
             }
             let bytes = super::cache::size(&folder);

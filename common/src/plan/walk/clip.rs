@@ -1,10 +1,10 @@
 //! The steps of CLIP's text encoder, as `engine/src/models/clip`.
 
+use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::norm::Norm;
-use super::stack::Stack;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions};
 use super::unet::norm;
@@ -103,14 +103,14 @@ impl TextEncoder {
             });
         }
         let x = walk.rearranged(&x, dims);
-        let mut stack = Stack::default();
-        let mut at = stack.input(x);
+        let mut sequence = BlockSequence::default();
+        let mut at = sequence.input(x);
         let count = self.layers.len() - usize::from(penultimate && self.projection.is_none()).min(self.layers.len());
         for layer in &self.layers[..count] {
             let layer = Rc::clone(layer);
-            at = stack.step(&[at], move |walk, inputs| layer.forward(walk, &inputs[0]));
+            at = sequence.add(&[at], move |walk, inputs| layer.forward(walk, &inputs[0]));
         }
-        let x = stack.run(walk, checkpointed, at)?;
+        let x = sequence.run(walk, checkpointed, at)?;
         if penultimate {
             return Some(x);
         }

@@ -1,11 +1,11 @@
 //! The steps of FLUX.1's transformer, as `engine/src/models/flux`.
 
+use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward};
-use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions};
 use super::tokens::Rotary;
@@ -200,24 +200,24 @@ impl Flux {
         let (text_length, all) = (text.dims[1], text.dims[1] + tokens.dims[1]);
         let rotary = walk.rotary(all, self.head_width);
 
-        let mut stack = Stack::default();
-        let (mut x, mut text) = (stack.input(tokens), stack.input(text));
-        let conditioning = stack.input(temb.clone());
+        let mut sequence = BlockSequence::default();
+        let (mut x, mut text) = (sequence.input(tokens), sequence.input(text));
+        let conditioning = sequence.input(temb.clone());
         for block in &self.double {
             let (block, rotary) = (Rc::clone(block), rotary.clone());
-            [x, text] = stack.step_with_outputs(&[x, text, conditioning], move |walk, inputs| match inputs {
+            [x, text] = sequence.add_with_outputs(&[x, text, conditioning], move |walk, inputs| match inputs {
                 [x, text, temb] => block.forward(walk, [x, text, temb], &rotary),
                 other => other.to_vec(),
             });
         }
-        let mut x = stack.step(&[text, x], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
+        let mut x = sequence.add(&[text, x], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
         for block in &self.single {
             let (block, rotary) = (Rc::clone(block), rotary.clone());
-            x = stack.step(&[x, conditioning], move |walk, inputs| {
+            x = sequence.add(&[x, conditioning], move |walk, inputs| {
                 block.forward(walk, &inputs[0], &inputs[1], &rotary)
             });
         }
-        let x = stack.run(walk, checkpointed, x)?;
+        let x = sequence.run(walk, checkpointed, x)?;
         debug_assert!(x.dims[1] >= text_length);
         let image = walk.narrow(&x, 1, image_tokens);
         let [scale, shift] = self.norm_out.vectors(walk, &temb);

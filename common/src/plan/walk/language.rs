@@ -1,10 +1,10 @@
 //! The steps of T5's encoder and of Qwen3, as `engine/src/models/t5` and `engine/src/models/qwen3`. They are never trained.
 
+use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::norm::Norm;
-use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
 use super::tokens::Rotary;
@@ -75,15 +75,15 @@ impl LanguageEncoder {
         let rotary = bias
             .is_none()
             .then(|| walk.rotary(tokens, f64::from(shapes.head_width)));
-        let mut stack = Stack::default();
-        let mut at = stack.input(walk.tensor([batch, tokens, f64::from(shapes.width), 1.0], false));
+        let mut sequence = BlockSequence::default();
+        let mut at = sequence.input(walk.tensor([batch, tokens, f64::from(shapes.width), 1.0], false));
         for layer in &self.layers {
             let (layer, rotary) = (Rc::clone(layer), rotary.clone());
-            at = stack.step(&[at], move |walk, inputs| {
+            at = sequence.add(&[at], move |walk, inputs| {
                 layer.forward(walk, &inputs[0], rotary.as_ref())
             });
         }
-        let x = stack.run(walk, false, at)?;
+        let x = sequence.run(walk, false, at)?;
         let x = match self.final_norm {
             Some(norm) => walk.norm(&x, norm, NormActivation::None),
             None => x,

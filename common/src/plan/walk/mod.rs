@@ -1,10 +1,11 @@
 //! Walks the steps of a model with shapes alone: the same steps that the engine runs with data, so that the peak of live
 //! bytes is known before a job runs.
 //!
-//! The files follow the engine's: `tape` its `autograd`, `stack` its `residency`, `layers` and `tokens` its `nn`, the others
+//! The files follow the engine's: `tape` its `autograd`, `block_sequence` its `checkpointing`, `layers` and `tokens` its `nn`, the others
 //! its `models`. A tensor here is a shape and a number of bytes that are live until it is dropped, so a local
 //! variable that is held for too long counts here as it does there.
 
+mod block_sequence;
 pub(super) mod build;
 mod clip;
 mod conditions;
@@ -19,7 +20,6 @@ mod meter;
 mod mmdit;
 mod norm;
 mod sd3;
-mod stack;
 mod tape;
 mod tensors;
 #[cfg(test)]

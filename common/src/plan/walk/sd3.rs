@@ -1,11 +1,11 @@
 //! The steps of Stable Diffusion 3.5's transformer, as `engine/src/models/sd3`.
 
+use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward, plain_norm};
-use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::AttentionOptions;
 use crate::plan::shapes::TransformerShapes;
@@ -218,9 +218,9 @@ impl Sd3 {
         }
         let text = walk.linear(&self.context_embedder, &conditions.text);
 
-        let mut stack = Stack::default();
-        let (mut x, mut text) = (stack.input(x), stack.input(text));
-        let conditioning = stack.input(temb.clone());
+        let mut sequence = BlockSequence::default();
+        let (mut x, mut text) = (sequence.input(x), sequence.input(text));
+        let conditioning = sequence.input(temb.clone());
         for (index, block) in self.blocks.iter().enumerate() {
             let block = Rc::clone(block);
             let forward = move |walk: &Walk, inputs: &[Shaped]| match inputs {
@@ -229,12 +229,12 @@ impl Sd3 {
             };
             let inputs = [x, text, conditioning];
             if index + 1 == self.blocks.len() {
-                [x] = stack.step_with_outputs(&inputs, forward);
+                [x] = sequence.add_with_outputs(&inputs, forward);
             } else {
-                [x, text] = stack.step_with_outputs(&inputs, forward);
+                [x, text] = sequence.add_with_outputs(&inputs, forward);
             }
         }
-        let x = stack.run(walk, checkpointed, x)?;
+        let x = sequence.run(walk, checkpointed, x)?;
         let [scale, shift] = self.norm_out.vectors(walk, &temb);
         let normed = walk.modulate(&plain_norm(walk, &x), &scale, &shift);
         let predicted = walk.linear(&self.proj_out, &normed);

@@ -1,10 +1,10 @@
 //! The steps of the U-Net, as `engine/src/models/unet`.
 
+use super::block_sequence::{BlockSequence, Value};
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::norm::Norm;
-use super::stack::{Stack, Value};
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
 use crate::plan::shapes::UNetShapes;
@@ -182,25 +182,25 @@ impl Transformer {
         self.image(walk, &h, x)
     }
 
-    /// Appends the steps: one for each block if there are several, as `Transformer2d::add_steps` of the engine.
-    fn add_steps(self: &Rc<Self>, stack: &mut Stack, x: Value, context: Value) -> Value {
+    /// Appends the steps: one for each block if there are several, as `Transformer2d::add_blocks` of the engine.
+    fn add_blocks(self: &Rc<Self>, sequence: &mut BlockSequence, x: Value, context: Value) -> Value {
         let this = Rc::clone(self);
         if self.blocks.len() < 2 {
-            return stack.step(&[x, context], move |walk, inputs| match inputs {
+            return sequence.add(&[x, context], move |walk, inputs| match inputs {
                 [x, context] => this.forward(walk, x, context),
                 other => other[0].clone(),
             });
         }
-        let mut h = stack.step(&[x], move |walk, inputs| this.tokens(walk, &inputs[0]));
+        let mut h = sequence.add(&[x], move |walk, inputs| this.tokens(walk, &inputs[0]));
         for index in 0..self.blocks.len() {
             let this = Rc::clone(self);
-            h = stack.step(&[h, context], move |walk, inputs| match inputs {
+            h = sequence.add(&[h, context], move |walk, inputs| match inputs {
                 [h, context] => this.blocks[index].forward(walk, h, context),
                 other => other[0].clone(),
             });
         }
         let this = Rc::clone(self);
-        stack.step(&[h, x], move |walk, inputs| match inputs {
+        sequence.add(&[h, x], move |walk, inputs| match inputs {
             [h, x] => this.image(walk, h, x),
             other => other[0].clone(),
         })
@@ -234,19 +234,19 @@ struct Layers {
 }
 
 impl Layers {
-    fn step(&self, i: usize, stack: &mut Stack, x: Value, skip: Option<Value>, c: Conditioning) -> Value {
+    fn step(&self, i: usize, sequence: &mut BlockSequence, x: Value, skip: Option<Value>, c: Conditioning) -> Value {
         let resnet = Rc::clone(&self.resnets[i]);
         let x = match skip {
-            Some(skip) => stack.step(&[x, skip, c.time], move |walk, inputs| match inputs {
+            Some(skip) => sequence.add(&[x, skip, c.time], move |walk, inputs| match inputs {
                 [x, skip, time] => resnet.forward(walk, &walk.cat(x, skip), Some(time)),
                 other => other[0].clone(),
             }),
-            None => stack.step(&[x, c.time], move |walk, inputs| {
+            None => sequence.add(&[x, c.time], move |walk, inputs| {
                 resnet.forward(walk, &inputs[0], inputs.get(1))
             }),
         };
         match self.attentions.get(i).cloned() {
-            Some(attention) => attention.add_steps(stack, x, c.context),
+            Some(attention) => attention.add_blocks(sequence, x, c.context),
             None => x,
         }
     }
@@ -409,48 +409,48 @@ impl UNet {
         }
         let x = walk.conv(&self.conv_in, sample);
         let size = [x.dims[2], x.dims[3]];
-        let mut stack = Stack::default();
-        let mut skips = vec![(stack.input(x), size)];
+        let mut sequence = BlockSequence::default();
+        let mut skips = vec![(sequence.input(x), size)];
         let c = Conditioning {
-            time: stack.input(time),
-            context: stack.input(context.clone()),
+            time: sequence.input(time),
+            context: sequence.input(context.clone()),
         };
         let padding = f64::from(self.shapes.downsample_padding);
         for block in &self.down {
             let &(mut x, mut size) = skips.last()?;
             for i in 0..block.layers.resnets.len() {
-                x = block.layers.step(i, &mut stack, x, None, c);
+                x = block.layers.step(i, &mut sequence, x, None, c);
                 skips.push((x, size));
             }
             if let Some(sampler) = block.sampler.clone() {
                 let added = (2.0 * padding).max(1.0);
                 size = size.map(|side| ((side + added - 3.0).max(0.0) / 2.0).floor() + 1.0);
-                x = stack.step(&[x], move |walk, inputs| downsample(walk, &sampler, &inputs[0]));
+                x = sequence.add(&[x], move |walk, inputs| downsample(walk, &sampler, &inputs[0]));
                 skips.push((x, size));
             }
         }
         let mut x = skips.last()?.0;
         if let Some(mid) = &self.mid {
-            x = mid.step(0, &mut stack, x, None, c);
+            x = mid.step(0, &mut sequence, x, None, c);
             let resnet = Rc::clone(&mid.resnets[1]);
-            x = stack.step(&[x, c.time], move |walk, inputs| {
+            x = sequence.add(&[x, c.time], move |walk, inputs| {
                 resnet.forward(walk, &inputs[0], inputs.get(1))
             });
         }
         for block in &self.up {
             for i in 0..block.layers.resnets.len() {
                 let skip = skips.pop().map(|(skip, _)| skip);
-                x = block.layers.step(i, &mut stack, x, skip, c);
+                x = block.layers.step(i, &mut sequence, x, skip, c);
             }
             if let (Some(sampler), Some(&(_, [height, width]))) = (block.sampler.clone(), skips.last()) {
-                x = stack.step(&[x], move |walk, inputs| {
+                x = sequence.add(&[x], move |walk, inputs| {
                     let x = &inputs[0];
                     let large = walk.upsampled(x, [x.dims[0], x.dims[1], height, width]);
                     walk.conv(&sampler, &large)
                 });
             }
         }
-        let x = stack.run(walk, checkpointed, x)?;
+        let x = sequence.run(walk, checkpointed, x)?;
         let normed = norm_silu(walk, self.norm_out, &x);
         Some(walk.conv(&self.conv_out, &normed))
     }

@@ -1,12 +1,12 @@
 //! The steps of Z-Image's transformer, as `engine/src/models/zimage`.
 
+use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::mmdit::{SINUSOIDS, plain_norm};
 use super::norm::Norm;
-use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
 use super::tokens::Rotary;
@@ -199,23 +199,23 @@ impl ZImage {
         let [of_image, of_caption, of_both] =
             [dims[1], caption, dims[1] + caption].map(|tokens| walk.rotary(tokens, self.head_width));
 
-        let mut stack = Stack::default();
-        let (mut x, mut text) = (stack.input(x), stack.input(text));
-        let conditioning = stack.input(time.clone());
-        let steps = |stack: &mut Stack, blocks: &[Rc<Block>], rotary: &Rotary, mut value| {
+        let mut sequence = BlockSequence::default();
+        let (mut x, mut text) = (sequence.input(x), sequence.input(text));
+        let conditioning = sequence.input(time.clone());
+        let steps = |sequence: &mut BlockSequence, blocks: &[Rc<Block>], rotary: &Rotary, mut value| {
             for block in blocks {
                 let (block, rotary) = (Rc::clone(block), rotary.clone());
-                value = stack.step(&[value, conditioning], move |walk, inputs| {
+                value = sequence.add(&[value, conditioning], move |walk, inputs| {
                     block.forward(walk, &inputs[0], &inputs[1], &rotary)
                 });
             }
             value
         };
-        x = steps(&mut stack, &self.noise_refiner, &of_image, x);
-        text = steps(&mut stack, &self.context_refiner, &of_caption, text);
-        let both = stack.step(&[x, text], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
-        let both = steps(&mut stack, &self.layers, &of_both, both);
-        let all = stack.run(walk, checkpointed, both)?;
+        x = steps(&mut sequence, &self.noise_refiner, &of_image, x);
+        text = steps(&mut sequence, &self.context_refiner, &of_caption, text);
+        let both = sequence.add(&[x, text], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
+        let both = steps(&mut sequence, &self.layers, &of_both, both);
+        let all = sequence.run(walk, checkpointed, both)?;
         let image = walk.narrow(&all, 1, image_tokens);
         let scale = walk.linear(&self.modulation_out, &walk.activation(&time, Activation::Silu));
         let no_shift = walk.tensor(scale.dims, false);

@@ -228,7 +228,7 @@ impl BlobStore for ObjectBlobs {
             .map(|blob| blob.stored))
     }
 
-    async fn sweep(&self, age: Duration) -> Result<usize, StorageError> {
+    async fn remove_abandoned_uploads(&self, age: Duration) -> Result<usize, StorageError> {
         let Some(folder) = self.folder.clone() else {
             return Ok(0);
         };
@@ -238,7 +238,7 @@ impl BlobStore for ObjectBlobs {
             };
             let mut removed = 0;
             for entry in folders.flatten() {
-                removed += crate::fsutil::sweep(&entry.path(), age)?;
+                removed += crate::fsutil::remove_abandoned(&entry.path(), age)?;
             }
             Ok::<_, StorageError>(removed)
         })

@@ -95,7 +95,7 @@ fn open_folder(folder: &Path, shown: &str) -> Result<OpenedStore, StorageError> 
     fsutil::create_dir_all(folder)?;
     // Removes unfinished files of killed processes, which were never visible as blobs.
     for entry in fs::read_dir(folder.join(BLOBS_FOLDER)).into_iter().flatten().flatten() {
-        if let Err(error) = fsutil::sweep(&entry.path(), Duration::ZERO) {
+        if let Err(error) = fsutil::remove_abandoned(&entry.path(), Duration::ZERO) {
             tracing::warn!(%error, "could not remove unfinished files in the storage folder");
         }
     }

@@ -56,7 +56,7 @@ pub async fn materialise(
     Ok(snapshot)
 }
 
-/// The path of a blob in the cache. Blobs are directly in the folder, so that one [`fsutil::sweep`] finds unfinished ones.
+/// The path of a blob in the cache. Blobs are directly in the folder, so that one [`fsutil::remove_abandoned`] finds unfinished ones.
 fn cache_path(cache: &Path, hash: ContentHash) -> PathBuf {
     cache.join(hash.to_hex())
 }

@@ -2,7 +2,7 @@
 //! cost of an event depends on the number of classes and not on the length of the queue.
 
 use crate::model::ClassId;
-use crate::model::{Job, Level, Requirements, SlotId, Worker};
+use crate::model::{Job, PriorityLevel, Requirements, SlotId, Worker};
 use crate::state::slots::Reservation;
 use crate::state::speeds::MAX_SLOWDOWN;
 use crate::state::user::UserIndex;
@@ -103,14 +103,14 @@ pub(crate) enum FitError {
 }
 
 /// How a job would run on a device: the memory profile, and the bytes that it needs; none: not known.
-pub(crate) type FitProfile = (MemoryProfile, Option<u64>);
+pub(crate) type FittingProfile = (MemoryProfile, Option<u64>);
 
 /// Checks whether a job with these needs fits on a device when the device is idle, and chooses the fastest profile that fits.
 /// Beside other jobs it runs under the same profile or not at all: a smaller one would be too slow.
 ///
 /// # Errors
 /// Why it does not fit.
-pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<FitProfile, FitError> {
+pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<FittingProfile, FitError> {
     if needs.local && !worker.same_machine {
         return Err(FitError::OtherMachine);
     }
@@ -179,7 +179,7 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
 /// How the jobs of a class would run on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceFit {
-    pub(crate) profile: FitProfile,
+    pub(crate) profile: FittingProfile,
     /// Seconds per unit of work.
     pub(crate) seconds_per_unit: f64,
 }
@@ -193,7 +193,7 @@ pub(crate) struct JobClass {
     /// The least seconds per unit of work, and the least bytes that a job needs, among the devices that accept jobs; none: to be computed.
     pub(crate) least_seconds_and_bytes: Option<(f64, u64)>,
     /// The jobs that wait for a device, by level, user and order.
-    pub(crate) waiting: BTreeMap<Level, BTreeMap<UserIndex, UserQueue>>,
+    pub(crate) waiting: BTreeMap<PriorityLevel, BTreeMap<UserIndex, UserQueue>>,
     /// How many jobs wait for a device.
     pub(crate) count: usize,
     /// None of them can start until a device on which they fit gets more capacity.
@@ -291,7 +291,7 @@ impl JobClasses {
         }
     }
 
-    pub(crate) fn add(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64) {
+    pub(crate) fn add(&mut self, id: ClassId, level: PriorityLevel, user: UserIndex, order: u64) {
         let Some(class) = self.all.get_mut(id).and_then(Option::as_mut) else {
             return;
         };
@@ -304,7 +304,7 @@ impl JobClasses {
             .or_insert_with(|| UserQueue::of(order));
     }
 
-    pub(crate) fn remove(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64) {
+    pub(crate) fn remove(&mut self, id: ClassId, level: PriorityLevel, user: UserIndex, order: u64) {
         let Some(class) = self.all.get_mut(id).and_then(Option::as_mut) else {
             return;
         };

@@ -12,17 +12,17 @@ mod tests;
 
 pub use dialect::Dialect;
 
-use super::adapter_file::{FileLayers, LoraFile};
+use super::adapter_file::{AdapterFile, FileLayers};
 use super::dora;
 use super::file_layer::{FileLayer, Site};
-use super::handle::LoraHandle;
+use super::handle::AdapterHandle;
 use super::load::check_fits;
 use super::names::{LayerIndex, LayerKey, NamedLayers};
 use super::save::is_finite;
 use super::tensors::LoraTensors;
 use super::whole_layer::WHOLE_LAYER;
 use crate::error::{EngineError, Result};
-use crate::families::{self, LoraNames};
+use crate::families::{self, AdapterNames};
 use crate::svd::Svd;
 use crate::weights::{Index, Weight};
 use aitk_common::job::arch::ArchName;
@@ -48,7 +48,7 @@ pub struct Conversion {
 
 /// A converted file.
 #[derive(Debug)]
-pub struct ConvertedLora {
+pub struct ConvertedAdapter {
     /// Its tensors, on the CPU.
     pub tensors: BTreeMap<String, Tensor>,
     /// The metadata of the file.
@@ -67,8 +67,8 @@ pub struct ConvertedLora {
 ///
 /// # Errors
 /// When a file is damaged, the adapter does not fit the model, or the dialect has no form for it.
-pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result<ConvertedLora> {
-    let file = LoraFile::open(path)?;
+pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result<ConvertedAdapter> {
+    let file = AdapterFile::open(path)?;
     let arch = arch_of(model)?;
     let mut model = families::layout(model, arch, &PartPaths::default())?;
     let mut parts = Vec::new();
@@ -115,7 +115,7 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
     let mut metadata = file.metadata;
     // The alphas that it has are in the tensors now.
     metadata.retain(|key, _| key != "lora_adapter_metadata" && !key.starts_with("sshs_"));
-    Ok(ConvertedLora {
+    Ok(ConvertedAdapter {
         tensors: converter.tensors,
         metadata,
         layers: converter.layers,
@@ -248,9 +248,9 @@ impl Converter {
         }
         let site = Site {
             name: key.1.clone(),
-            names: LoraNames::Dotted,
+            names: AdapterNames::Dotted,
             weight,
-            handle: &LoraHandle::new(1.0),
+            handle: &AdapterHandle::new(1.0),
         };
         let adapter = layer
             .adapter(site)
@@ -323,9 +323,9 @@ impl Converter {
             // ComfyUI reads a third matrix beside these names of sd-scripts only.
             let has_new_names = peft || (dialect == Dialect::ComfyUi && lora.mid.is_none());
             let names = if has_new_names {
-                LoraNames::Dotted
+                AdapterNames::Dotted
             } else {
-                LoraNames::Flattened
+                AdapterNames::Flattened
             };
             let [down, up] = names.matrices();
             let factor = if peft { scale } else { lora.scalar };

@@ -27,7 +27,7 @@ fn model(folder: &str, arch: ArchName) -> Box<dyn Model> {
 
 /// The change of every layer that a file has.
 fn changes(model: &mut dyn Model, path: &Path) -> Changes {
-    let file = LoraFile::open(path).unwrap();
+    let file = AdapterFile::open(path).unwrap();
     let mut parts = model.parts();
     let (found, unknown) = file.resolve(&index_layers(&mut parts).unwrap()).unwrap();
     assert!(unknown.is_empty(), "{}: {unknown:?}", path.display());
@@ -43,9 +43,9 @@ fn changes(model: &mut dyn Model, path: &Path) -> Changes {
     let change = |(key, layer): (LayerKey, Arc<dyn FileLayer>)| {
         let site = Site {
             name: key.1.clone(),
-            names: LoraNames::Dotted,
+            names: AdapterNames::Dotted,
             weight: &weights[&key],
-            handle: &LoraHandle::new(1.0),
+            handle: &AdapterHandle::new(1.0),
         };
         let change = layer.adapter(site).unwrap().change(&weights[&key]).unwrap();
         (key, change)
@@ -65,7 +65,7 @@ fn compare(found: &Changes, expected: &Changes, tolerance: f32, what: &str) {
     }
 }
 
-fn write(converted: &ConvertedLora, path: &Path) {
+fn write(converted: &ConvertedAdapter, path: &Path) {
     std::fs::write(
         path,
         lora_file_bytes(&converted.tensors, converted.metadata.clone()).unwrap(),
@@ -74,7 +74,7 @@ fn write(converted: &ConvertedLora, path: &Path) {
 }
 
 fn stems(path: &Path) -> BTreeSet<String> {
-    let file = LoraFile::open(path).unwrap();
+    let file = AdapterFile::open(path).unwrap();
     file.modules.into_iter().map(|module| module.stem).collect()
 }
 
@@ -162,17 +162,17 @@ fn every_dialect_is_converted_to_every_other() {
 
 /// A network on a tiny model with random numbers, as a file.
 fn saved(adapter: &dyn AdapterType, model: &mut dyn Model, alpha: f64, path: &Path) -> BTreeMap<String, Tensor> {
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: 4,
         alpha,
         conv_rank: Some(2),
         conv_alpha: 2.0,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let mut parts = model.parts();
     parts.retain(|part| part.role != families::PartRole::Codec);
     let network =
-        LoraNetwork::attach_as(adapter, &config, None, &mut parts, &mut TorchGenerator::manual_seed(3)).unwrap();
+        AdapterNetwork::attach_as(adapter, &config, None, &mut parts, &mut TorchGenerator::manual_seed(3)).unwrap();
     let mut generator = TorchGenerator::manual_seed(4);
     for param in network.params() {
         let noise = generator.uniform(param.var.elem_count(), 0.05, 0.3);

@@ -1,7 +1,7 @@
 //! A magnitude in a file, beside the tensors of another type of adapter.
 
 use super::super::file_layer::{FileLayer, Reader, RoleTensors, Site};
-use super::super::handle::LoraHandle;
+use super::super::handle::AdapterHandle;
 use super::super::keys::TensorRole;
 use super::super::loha::LohaTensors;
 use super::super::lokr::LokrTensors;
@@ -162,7 +162,7 @@ impl FileLayer for DecomposedTensors {
         let magnitude = Var::from_tensor(&magnitude.map_err(failed)?).map_err(failed)?;
         let inner_handle = match self.formula {
             Formula::Peft => handle.clone(),
-            Formula::Lycoris => LoraHandle::new(1.0),
+            Formula::Lycoris => AdapterHandle::new(1.0),
         };
         let inner = self.inner.adapter(Site {
             handle: &inner_handle,

@@ -1,6 +1,6 @@
 //! The computation of a layer whose weight is decomposed into magnitude and direction.
 
-use super::super::handle::LoraHandle;
+use super::super::handle::AdapterHandle;
 use super::super::weight_adapter::{WeightAdapter, over_channels, tracked_if};
 use super::norms::{Axis, changed_norms, roots, squared_norms};
 use crate::nn::{BaseLayer, LayerAdapter, forward_layer, scale_channels};
@@ -26,7 +26,7 @@ pub(super) struct DecomposedLayer {
     pub(super) magnitude: Var,
     pub(super) axis: Axis,
     pub(super) formula: Formula,
-    pub(super) handle: Arc<LoraHandle>,
+    pub(super) handle: Arc<AdapterHandle>,
     /// The squared norms of the weight alone.
     pub(super) frozen: Mutex<Option<Tensor>>,
     /// The norms of an inference pass, with the strength that they are for. `None`: they are not kept, since the change is trained.

@@ -8,7 +8,7 @@ use super::super::weight_adapter::WeightAdapter;
 use super::file::DecomposedTensors;
 use super::layer::{DecomposedLayer, Formula};
 use super::norms::{Axis, roots, squared_norms};
-use crate::families::LoraNames;
+use crate::families::AdapterNames;
 use crate::nn::{BaseLayer, LayerAdapter};
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
@@ -56,16 +56,16 @@ impl AdapterType for Dora {
 struct TrainedDora {
     lora: Arc<LoraLayer>,
     layer: DecomposedLayer,
-    names: LoraNames,
+    names: AdapterNames,
 }
 
 impl TrainedDora {
     /// The name of the magnitude in files: programs that read these names of layers know the magnitude by this one.
     fn suffix(&self) -> &'static str {
         match self.names {
-            LoraNames::Flattened => "dora_scale",
+            AdapterNames::Flattened => "dora_scale",
             // transformers reads it with this ending alone.
-            LoraNames::Dotted => "lora_magnitude_vector.weight",
+            AdapterNames::Dotted => "lora_magnitude_vector.weight",
         }
     }
 }
@@ -103,10 +103,10 @@ impl TrainedLayer for TrainedDora {
         let axes = self.lora.up.rank();
         let mut shape = vec![1; axes];
         // peft has the axis of the outputs of a convolution second.
-        let axis = usize::from(self.names == LoraNames::Dotted && axes > 2);
+        let axis = usize::from(self.names == AdapterNames::Dotted && axes > 2);
         shape[axis] = magnitude.elem_count();
         let magnitude = match self.names {
-            LoraNames::Dotted if axes == 2 => magnitude,
+            AdapterNames::Dotted if axes == 2 => magnitude,
             _ => magnitude.reshape(shape)?,
         };
         tensors.push((self.suffix(), magnitude));

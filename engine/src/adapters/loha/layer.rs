@@ -1,6 +1,6 @@
 //! One LoHa layer: `y + (W1 ⊙ W2) x * alpha / rank * multiplier`.
 
-use super::super::handle::LoraHandle;
+use super::super::handle::AdapterHandle;
 use super::super::weight_adapter::{WeightAdapter, add_product, tracked_if};
 use crate::nn::{BaseLayer, LayerAdapter, hadamard_of_products};
 use crate::weights::Weight;
@@ -25,7 +25,7 @@ pub(super) struct LohaLayer {
     pub(super) rank: usize,
     /// The shape of the layer's weight.
     pub(super) dims: Vec<usize>,
-    pub(super) handle: Arc<LoraHandle>,
+    pub(super) handle: Arc<AdapterHandle>,
 }
 
 impl LohaLayer {

@@ -1,6 +1,6 @@
 //! One LoKr layer: `y + (first ⊗ second) x * scale * multiplier`, without building the Kronecker product.
 
-use super::super::handle::LoraHandle;
+use super::super::handle::AdapterHandle;
 use super::super::names::RowRanges;
 use super::super::weight_adapter::{WeightAdapter, channels_axis, select_rows, tracked_if};
 use crate::nn::{self, BaseLayer, LayerAdapter, kron, matmul};
@@ -51,7 +51,7 @@ pub(super) struct LokrLayer {
     pub(super) scale: f64,
     /// The beginning and the length of the ranges of rows that the layer has of a larger product, in its order.
     pub(super) rows: Option<RowRanges>,
-    pub(super) handle: Arc<LoraHandle>,
+    pub(super) handle: Arc<AdapterHandle>,
 }
 
 impl LokrLayer {

@@ -1,9 +1,10 @@
 //! FLUX.1 as a [`Model`].
 
 use super::text::{CONTEXT, FluxTextEncoders, POOLED};
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, SaveOptions, no_control};
+use crate::families::model::{AdapterNames, Family, GuidanceKind, Model, ModelWriter, Part, SaveOptions, no_control};
 use crate::families::options::LoadOptions;
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
@@ -11,7 +12,6 @@ use crate::families::transformer_folder::{TransformerSource, TransformerWriter, 
 use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
 use crate::models::vae::AutoencoderKl;
-use crate::residency::Residency;
 use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
@@ -85,7 +85,7 @@ impl Model for FluxModel {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "transformer",
-            lora_names: LoraNames::Dotted,
+            lora_names: AdapterNames::Dotted,
             blocks: &["transformer_blocks", "single_transformer_blocks"],
             layers: &mut self.transformer,
         });
@@ -172,11 +172,11 @@ impl Model for FluxModel {
         (1024, 1024)
     }
 
-    fn set_residency(&mut self, residency: Residency) {
-        self.transformer.residency = residency;
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.transformer.checkpointing = checkpointing;
         if let Some(encoders) = self.text.encoders_mut() {
-            encoders.clip.residency = residency;
-            encoders.t5.residency = residency;
+            encoders.clip.checkpointing = checkpointing;
+            encoders.t5.checkpointing = checkpointing;
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{LoraNames, Part, TextEncoders};
+use crate::families::model::{AdapterNames, Part, TextEncoders};
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
@@ -50,7 +50,7 @@ impl TextEncoders for FluxTextEncoders {
             id: "text_encoder",
             role: PartRole::TextEncoder,
             lora_prefix: "text_encoder",
-            lora_names: LoraNames::Dotted,
+            lora_names: AdapterNames::Dotted,
             blocks: &[],
             layers: &mut self.clip,
         }]

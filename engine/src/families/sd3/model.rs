@@ -1,9 +1,10 @@
 //! Stable Diffusion 3.5 as a [`Model`].
 
 use super::text::{CONTEXT, POOLED, Sd3TextEncoders};
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, SaveOptions};
+use crate::families::model::{AdapterNames, Family, Model, ModelWriter, Part, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
@@ -11,7 +12,6 @@ use crate::families::transformer_folder::{TransformerSource, TransformerWriter, 
 use crate::models::codec::Codec;
 use crate::models::sd3::{SD3Transformer2DModel, Sd3Conditions};
 use crate::models::vae::AutoencoderKl;
-use crate::residency::Residency;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -89,7 +89,7 @@ impl Model for Sd3Model {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "transformer",
-            lora_names: LoraNames::Dotted,
+            lora_names: AdapterNames::Dotted,
             blocks: &["transformer_blocks"],
             layers: &mut self.transformer,
         });
@@ -155,10 +155,10 @@ impl Model for Sd3Model {
         (side, side)
     }
 
-    fn set_residency(&mut self, residency: Residency) {
-        self.transformer.residency = residency;
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.transformer.checkpointing = checkpointing;
         if let Some(encoders) = self.text.encoders_mut() {
-            encoders.set_residency(residency);
+            encoders.set_checkpointing(checkpointing);
         }
     }
 

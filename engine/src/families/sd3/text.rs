@@ -1,13 +1,13 @@
 //! The three text encoders of Stable Diffusion 3.5: CLIP-L, CLIP-G, and T5, which may be missing.
 
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{LoraNames, Part, TextEncoders};
+use crate::families::model::{AdapterNames, Part, TextEncoders};
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::nn::cat_channels;
-use crate::residency::Residency;
 use candle_core::{D, DType, Device, Tensor};
 
 /// The names in the conditioning: the encoded text, and the pooled text.
@@ -85,7 +85,7 @@ impl TextEncoders for Sd3TextEncoders {
             id,
             role: PartRole::TextEncoder,
             lora_prefix: id,
-            lora_names: LoraNames::Dotted,
+            lora_names: AdapterNames::Dotted,
             blocks: &[],
             layers,
         };
@@ -98,12 +98,12 @@ impl TextEncoders for Sd3TextEncoders {
 
 impl Sd3TextEncoders {
     /// Sets how the encoders run their blocks.
-    pub(super) fn set_residency(&mut self, residency: Residency) {
+    pub(super) fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
         for encoder in &mut self.clip {
-            encoder.model.residency = residency;
+            encoder.model.checkpointing = checkpointing;
         }
         if let Some(t5) = &mut self.t5 {
-            t5.model.residency = residency;
+            t5.model.checkpointing = checkpointing;
         }
     }
 }

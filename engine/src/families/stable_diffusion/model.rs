@@ -5,15 +5,15 @@ use super::save::FullModel;
 use super::text::{CONTEXT, POOLED, add_word, encode, parts, word_vectors};
 use super::variant::TextOutput;
 use super::{SdModel, TextEncoder};
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, ItemSize, Prompt};
 use crate::families::encoded_prompts::look_up;
-use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, SaveOptions};
+use crate::families::model::{AdapterNames, Family, Model, ModelWriter, Part, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::families::part_role::PartRole;
 use crate::models::codec::Codec;
 use crate::models::unet::AdditionalConditions;
-use crate::residency::Residency;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -64,7 +64,7 @@ impl Model for SdModel {
             id: "unet",
             role: PartRole::Denoiser,
             lora_prefix: "lora_unet",
-            lora_names: LoraNames::Flattened,
+            lora_names: AdapterNames::Flattened,
             blocks: &[],
             layers: &mut self.unet,
         });
@@ -156,10 +156,10 @@ impl Model for SdModel {
         (width * scale, height * scale)
     }
 
-    fn set_residency(&mut self, residency: Residency) {
-        self.unet.residency = residency;
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.unet.checkpointing = checkpointing;
         for encoder in &mut self.text_encoders {
-            encoder.model.residency = residency;
+            encoder.model.checkpointing = checkpointing;
         }
     }
 

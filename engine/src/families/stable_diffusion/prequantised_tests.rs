@@ -2,7 +2,7 @@
 //! (`tests/reference/make_prequantised.py`).
 
 use super::*;
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork};
 use crate::error::Result;
 use crate::families::LoadOptions;
 use crate::nn::{LayerMut, VisitLayers};
@@ -311,15 +311,15 @@ fn lora_gradients_are_the_same_with_quantised_and_dequantised_weights() {
 
 /// The gradients of a LoRA on all layers, for one prediction.
 fn lora_gradients(model: &mut SdModel) -> Vec<(String, Tensor)> {
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: 4,
         alpha: 4.0,
         conv_rank: Some(2),
         conv_alpha: 2.0,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let mut generator = TorchGenerator::manual_seed(3);
-    let network = LoraNetwork::attach(&config, &mut [unet_part(model)], &mut generator).unwrap();
+    let network = AdapterNetwork::attach(&config, &mut [unet_part(model)], &mut generator).unwrap();
     let params = network.params();
     for param in &params {
         let values = generator.uniform(param.var.elem_count(), -0.1, 0.1);

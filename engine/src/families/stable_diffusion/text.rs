@@ -5,7 +5,7 @@ use super::load::open_text;
 use super::variant::{TextOutput, Variant};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{LoraNames, Part, TextEncoders};
+use crate::families::model::{AdapterNames, Part, TextEncoders};
 use crate::families::options::{LoadOptions, PromptReading};
 use crate::families::part_role::PartRole;
 use candle_core::{D, Device, Tensor};
@@ -133,7 +133,7 @@ pub(super) fn parts(encoders: &mut [TextEncoder]) -> Vec<Part<'_>> {
             id: encoder.spec.folder,
             role: PartRole::TextEncoder,
             lora_prefix: encoder.spec.lora_prefix,
-            lora_names: LoraNames::Flattened,
+            lora_names: AdapterNames::Flattened,
             blocks: &[],
             layers: &mut encoder.model,
         })

@@ -1,9 +1,10 @@
 //! Z-Image as a [`Model`].
 
 use super::text::{CONTEXT, LENGTHS, ZImageTextEncoder};
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, SaveOptions};
+use crate::families::model::{AdapterNames, Family, Model, ModelWriter, Part, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
@@ -11,7 +12,6 @@ use crate::families::transformer_folder::{TransformerSource, TransformerWriter, 
 use crate::models::codec::Codec;
 use crate::models::vae::AutoencoderKl;
 use crate::models::zimage::ZImageTransformer2DModel;
-use crate::residency::Residency;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -80,7 +80,7 @@ impl Model for ZImageModel {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "diffusion_model",
-            lora_names: LoraNames::Dotted,
+            lora_names: AdapterNames::Dotted,
             blocks: &["layers"],
             layers: &mut self.transformer,
         }]
@@ -132,10 +132,10 @@ impl Model for ZImageModel {
         (1024, 1024)
     }
 
-    fn set_residency(&mut self, residency: Residency) {
-        self.transformer.residency = residency;
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.transformer.checkpointing = checkpointing;
         if let Some(encoder) = self.text.encoders_mut() {
-            encoder.model.residency = residency;
+            encoder.model.checkpointing = checkpointing;
         }
     }
 

@@ -1,9 +1,9 @@
 //! CLIP's text encoder (transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`).
 
 use super::learned::LearnedVectors;
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
-use crate::residency::{Residency, Stack};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
@@ -68,7 +68,7 @@ pub struct ClipTextModel {
     pooled_text: PooledText,
     eos_token_id: u32,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 /// What [`ClipTextModel::penultimate_and_pooled`] gives as the pooled text.
@@ -149,7 +149,7 @@ impl ClipTextModel {
             final_layer_norm: LayerNorm::new(&weights.pp("final_layer_norm"), width, config.layer_norm_eps)?,
             pooled_text: PooledText::Unused,
             eos_token_id: config.eos_token_id,
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -303,14 +303,14 @@ impl ClipTextModel {
     }
 
     fn run_layers(&self, x: Tensor, range: Range<usize>) -> Result<Tensor> {
-        let mut stack = Stack::new();
-        let mut at = stack.input(x);
+        let mut sequence = BlockSequence::new();
+        let mut at = sequence.input(x);
         for (i, layer) in self.layers.iter().enumerate().take(range.end).skip(range.start) {
             let layer = Arc::clone(layer);
             let name = format!("text_model.encoder.layers.{i}");
-            at = stack.step(name, [at], move |[x]| layer.forward(x));
+            at = sequence.add(name, [at], move |[x]| layer.forward(x));
         }
-        Ok(stack.run(self.residency, at)?)
+        Ok(sequence.run(self.checkpointing, at)?)
     }
 }
 

@@ -4,10 +4,10 @@ use super::{
     FluxConditions, FluxSingleTransformerBlock, FluxSizes, FluxTransformer2DModel, FluxTransformerBlock, rotary,
 };
 use crate::autograd::gradients;
+use crate::checkpointing::Checkpointing;
 use crate::models::config;
 use crate::nn::cat_channels;
 use crate::nn::reference_tests::{Reference, close};
-use crate::residency::Residency;
 use crate::testing::{fixtures, gap, largest};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
@@ -84,13 +84,13 @@ fn the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers() {
         let config = config::read(&folder.join("config.json")).unwrap();
         let mut model = FluxTransformer2DModel::new(&weights, &config).unwrap();
         assert_eq!(model.has_guidance(), name == "dev");
-        for (case, residency) in [
-            ("square", Residency::Resident),
-            ("tall", Residency::Resident),
-            ("wide", Residency::Checkpointed { steps: 1 }),
-            ("one", Residency::Checkpointed { steps: 2 }),
+        for (case, checkpointing) in [
+            ("square", Checkpointing::Off),
+            ("tall", Checkpointing::Off),
+            ("wide", Checkpointing::Segments { blocks: 1 }),
+            ("one", Checkpointing::Segments { blocks: 2 }),
         ] {
-            model.residency = residency;
+            model.checkpointing = checkpointing;
             let get = |what: &str| tensors[&format!("{name}/{case}/{what}")].clone();
             let close = |found: &Tensor, what: &str| {
                 let expected = get(what);

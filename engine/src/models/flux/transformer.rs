@@ -1,10 +1,10 @@
 //! The whole transformer (diffusers' `FluxTransformer2DModel`): embeddings, double blocks, single blocks, output.
 
 use super::blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary_with_control};
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::models::mmdit::{AdaLayerNormContinuous, Embedder, SINUSOIDS};
 use crate::nn::{self, LayerMut, Linear, VisitLayers, join};
-use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
 use candle_core::Tensor;
 use serde::Deserialize;
@@ -87,7 +87,7 @@ pub struct FluxTransformer2DModel {
     axes: [usize; 3],
     channels: usize,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 impl FluxTransformer2DModel {
@@ -143,7 +143,7 @@ impl FluxTransformer2DModel {
             proj_out: Linear::new(&weights.pp("proj_out"), width, out_channels, true)?,
             axes,
             channels: config.in_channels / (PATCH * PATCH),
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -199,12 +199,12 @@ impl FluxTransformer2DModel {
         let size = (height / PATCH, width / PATCH);
         let positions = rotary_with_control(text_length, size, control_size, self.axes)?;
 
-        let mut stack = Stack::new();
-        let (mut x, mut text) = (stack.input(tokens), stack.input(text));
-        let conditioning = stack.input(temb.clone());
+        let mut sequence = BlockSequence::new();
+        let (mut x, mut text) = (sequence.input(tokens), sequence.input(text));
+        let conditioning = sequence.input(temb.clone());
         for (index, block) in self.double_blocks.iter().enumerate() {
             let (block, positions) = (Arc::clone(block), positions.clone());
-            [x, text] = stack.step_with_outputs(
+            [x, text] = sequence.add_with_outputs(
                 format!("transformer_blocks.{index}"),
                 [x, text, conditioning],
                 move |[x, text, temb]| {
@@ -213,16 +213,16 @@ impl FluxTransformer2DModel {
                 },
             );
         }
-        let mut x = stack.step("concatenation", [text, x], |[text, x]| nn::cat_channels(text, x));
+        let mut x = sequence.add("concatenation", [text, x], |[text, x]| nn::cat_channels(text, x));
         for (index, block) in self.single_blocks.iter().enumerate() {
             let (block, positions) = (Arc::clone(block), positions.clone());
-            x = stack.step(
+            x = sequence.add(
                 format!("single_transformer_blocks.{index}"),
                 [x, conditioning],
                 move |[x, temb]| block.forward(x, temb, &positions),
             );
         }
-        let x = stack.run(self.residency, x)?;
+        let x = sequence.run(self.checkpointing, x)?;
         // What is predicted for the control image is not used.
         let x = x.narrow(1, text_length, image_length)?;
         let x = self.norm_out.forward(&x.contiguous()?, &temb)?;

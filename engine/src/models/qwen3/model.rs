@@ -1,10 +1,10 @@
 //! The model without its output layer: embeddings and decoder layers.
 
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
 use crate::nn::{
     self, Activation, Attention, Embedding, LayerMut, Linear, RmsNorm, Rotary, RotaryPairs, VisitLayers, key_bias,
 };
-use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
 use candle_core::Tensor;
 use serde::Deserialize;
@@ -134,7 +134,7 @@ pub struct Qwen3Model {
     head_width: usize,
     theta: f64,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 #[derive(Clone, Debug)]
@@ -237,7 +237,7 @@ impl Qwen3Model {
             },
             head_width: config.head_dim,
             theta: config.theta(),
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -249,15 +249,15 @@ impl Qwen3Model {
     pub fn forward(&self, ids: &Tensor, mask: Option<&Tensor>) -> candle_core::Result<Tensor> {
         let rotary = Rotary::for_sequence(ids.dim(1)?, self.head_width, self.theta, RotaryPairs::Halves)?;
         let bias = mask.map(key_bias).transpose()?;
-        let mut stack = Stack::new();
-        let mut x = stack.input(self.embedding.forward(ids)?);
+        let mut sequence = BlockSequence::new();
+        let mut x = sequence.input(self.embedding.forward(ids)?);
         for (index, layer) in self.layers.iter().enumerate() {
             let (layer, rotary, bias) = (Arc::clone(layer), rotary.clone(), bias.clone());
-            x = stack.step(format!("layer {index}"), [x], move |[x]| {
+            x = sequence.add(format!("layer {index}"), [x], move |[x]| {
                 layer.forward(x, &rotary, bias.as_ref())
             });
         }
-        let x = stack.run(self.residency, x)?;
+        let x = sequence.run(self.checkpointing, x)?;
         match &self.final_norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),

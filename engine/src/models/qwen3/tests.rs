@@ -2,8 +2,8 @@
 
 use super::{Qwen3Config, Qwen3Model, Qwen3Tokenizer, RopeParameters};
 use crate::autograd::gradients;
+use crate::checkpointing::Checkpointing;
 use crate::models::config;
-use crate::residency::Residency;
 use crate::testing::{fixtures, gap, in_portable_mode, largest};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor, safetensors};
@@ -108,10 +108,10 @@ fn states_are_those_of_transformers() {
 #[test]
 fn gradients_of_all_weights_are_those_of_transformers() {
     let tensors = expected();
-    for residency in [Residency::Resident, Residency::Checkpointed { steps: 1 }] {
+    for checkpointing in [Checkpointing::Off, Checkpointing::Segments { blocks: 1 }] {
         let weights = other_weights(DType::F32).trainable();
         let mut model = Qwen3Model::new(&weights, &other_config(), 0).unwrap();
-        model.residency = residency;
+        model.checkpointing = checkpointing;
         let get = |what: &str| tensors[&format!("other/padded/{what}")].clone();
         let ids = get("ids").to_dtype(DType::U32).unwrap();
         let (_, found) = gradients(|| (model.forward(&ids, None)? * get("probe"))?.sum_all()).unwrap();

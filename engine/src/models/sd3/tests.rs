@@ -2,8 +2,8 @@
 
 use super::{SD3Transformer2DModel, Sd3Conditions, Sd3Config};
 use crate::autograd::gradients;
+use crate::checkpointing::Checkpointing;
 use crate::models::config;
-use crate::residency::Residency;
 use crate::testing::{fixtures, gap, largest};
 use crate::weights::{Index, TrainableFilter, Weights};
 use candle_core::{DType, Device, Tensor, Var, safetensors};
@@ -33,20 +33,20 @@ fn skipped(tensors: &HashMap<String, Tensor>, case: &str) -> Vec<usize> {
 }
 
 /// Checks the velocity and the gradients of a case: those of the inputs, and those of the weights that the fixture has.
-fn check(name: &str, folder: PathBuf, case: &str, residency: Residency) {
+fn check(name: &str, folder: PathBuf, case: &str, checkpointing: Checkpointing) {
     let tensors = tensors();
     let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
     let weights = weights.training(TrainableFilter::everything());
     let config = config::read(&folder.join("config.json")).unwrap();
     let mut model = SD3Transformer2DModel::new(&weights, &config).unwrap();
-    model.residency = residency;
+    model.checkpointing = checkpointing;
     let key = format!("{name}/{case}");
     let get = |what: &str| tensors[&format!("{key}/{what}")].clone();
     let close = |found: &Tensor, what: &str| {
         let expected = get(what);
         // Some gradients are zero: text gives no queries that are read in the last block.
         let (error, allowed) = (gap(found, &expected), 1e-4 * largest(&expected));
-        assert!(error <= allowed, "{key}/{what}, {residency:?}: {error} > {allowed}");
+        assert!(error <= allowed, "{key}/{what}, {checkpointing:?}: {error} > {allowed}");
     };
     let [latents, context, pooled] = ["latents", "context", "pooled"].map(|what| Var::from_tensor(&get(what)).unwrap());
     let (_, gradients) = gradients(|| {
@@ -87,7 +87,7 @@ fn check(name: &str, folder: PathBuf, case: &str, residency: Residency) {
 fn velocity_and_gradients_are_those_of_diffusers() {
     for (name, model) in MODELS {
         for case in CASES {
-            check(name, folder(model), case, Residency::Resident);
+            check(name, folder(model), case, Checkpointing::Off);
         }
     }
 }
@@ -96,7 +96,7 @@ fn velocity_and_gradients_are_those_of_diffusers() {
 fn gradient_checkpointing_changes_nothing() {
     for (name, model) in MODELS {
         for (case, steps) in CASES.into_iter().zip([1, 2, 1, 3]) {
-            check(name, folder(model), case, Residency::Checkpointed { steps });
+            check(name, folder(model), case, Checkpointing::Segments { blocks: steps });
         }
     }
 }

@@ -1,10 +1,10 @@
 //! The whole transformer (diffusers' `SD3Transformer2DModel`): embeddings, joint blocks, output.
 
 use super::blocks::{BlockKind, JointTransformerBlock, Sd3Sizes};
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::models::mmdit::{AdaLayerNormContinuous, Embedder, SINUSOIDS};
 use crate::nn::{self, Conv2d, LayerMut, Linear, VisitLayers, join, to_tokens};
-use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
 use candle_core::Tensor;
 use serde::Deserialize;
@@ -134,7 +134,7 @@ pub struct SD3Transformer2DModel {
     patch: usize,
     sample_size: usize,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 impl SD3Transformer2DModel {
@@ -173,7 +173,7 @@ impl SD3Transformer2DModel {
             channels,
             patch,
             sample_size: config.sample_size,
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -226,10 +226,10 @@ impl SD3Transformer2DModel {
         let temb = self.timestep_embedder.forward_numbers(timesteps, latents.dtype())?;
         let temb = nn::add(&temb, &self.text_embedder.forward(conditions.pooled)?)?;
 
-        let mut stack = Stack::new();
-        let mut x = stack.input(tokens);
-        let mut text = stack.input(self.context_embedder.forward(conditions.text)?);
-        let conditioning = stack.input(temb.clone());
+        let mut sequence = BlockSequence::new();
+        let mut x = sequence.input(tokens);
+        let mut text = sequence.input(self.context_embedder.forward(conditions.text)?);
+        let conditioning = sequence.input(temb.clone());
         for (index, block) in self.blocks.iter().enumerate() {
             if skipped.contains(&index) {
                 continue;
@@ -237,11 +237,11 @@ impl SD3Transformer2DModel {
             let block = Arc::clone(block);
             let name = format!("transformer_blocks.{index}");
             if index + 1 == self.blocks.len() {
-                x = stack.step(name, [x, text, conditioning], move |[x, text, temb]| {
+                x = sequence.add(name, [x, text, conditioning], move |[x, text, temb]| {
                     Ok(block.forward(x, text, temb)?.0)
                 });
             } else {
-                [x, text] = stack.step_with_outputs(name, [x, text, conditioning], move |[x, text, temb]| {
+                [x, text] = sequence.add_with_outputs(name, [x, text, conditioning], move |[x, text, temb]| {
                     let (x, text) = block.forward(x, text, temb)?;
                     let text =
                         text.ok_or_else(|| candle_core::Error::Msg("a block before the last gives text".to_owned()))?;
@@ -249,7 +249,7 @@ impl SD3Transformer2DModel {
                 });
             }
         }
-        let x = stack.run(self.residency, x)?;
+        let x = sequence.run(self.checkpointing, x)?;
         let x = self.proj_out.forward(&self.norm_out.forward(&x, &temb)?)?;
         self.to_latents(&x, rows, columns)
     }

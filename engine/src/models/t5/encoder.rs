@@ -1,9 +1,9 @@
 //! The encoder.
 
 use super::bias::relative_position_bias;
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, Linear, RmsNorm, VisitLayers};
-use crate::residency::{Residency, Stack};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
@@ -62,7 +62,7 @@ pub struct T5EncoderModel {
     bias_table: Tensor,
     max_distance: usize,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 #[derive(Clone, Debug)]
@@ -168,7 +168,7 @@ impl T5EncoderModel {
                 .get_with(table, "weight", Init::Normal(0.02))?
                 .to_dtype(DType::F32)?,
             max_distance: config.relative_attention_max_distance,
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -178,13 +178,13 @@ impl T5EncoderModel {
     /// When an id is not in the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
         let bias = relative_position_bias(&self.bias_table, ids.dim(1)?, self.max_distance)?;
-        let mut stack = Stack::new();
-        let mut x = stack.input(self.embedding.forward(ids)?);
+        let mut sequence = BlockSequence::new();
+        let mut x = sequence.input(self.embedding.forward(ids)?);
         for (index, layer) in self.layers.iter().enumerate() {
             let (layer, bias) = (Arc::clone(layer), bias.clone());
-            x = stack.step(format!("layer {index}"), [x], move |[x]| layer.forward(x, &bias));
+            x = sequence.add(format!("layer {index}"), [x], move |[x]| layer.forward(x, &bias));
         }
-        self.final_norm.forward(&stack.run(self.residency, x)?)
+        self.final_norm.forward(&sequence.run(self.checkpointing, x)?)
     }
 }
 

@@ -1,11 +1,11 @@
-//! The down, middle and up blocks of the U-Net, as steps of a stack.
+//! The down, middle and up blocks of the U-Net.
 
 use super::config::{BlockParams, UNetConfig};
 use super::resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample, Visitor};
 use super::transformer::{Transformer2d, TransformerSizes};
+use crate::checkpointing::{BlockSequence, Value};
 use crate::error::Result;
 use crate::nn::{cat_channels, join};
-use crate::residency::{Stack, Value};
 use crate::weights::Weights;
 use std::sync::Arc;
 
@@ -79,25 +79,25 @@ impl Layers {
         })
     }
 
-    /// Adds layer `i` to the stack. If there is a skip connection, it is concatenated to the image first.
-    fn add_steps(
+    /// Adds layer `i` to the sequence. If there is a skip connection, it is concatenated to the image first.
+    fn add_blocks(
         &self,
         i: usize,
         path: &str,
-        stack: &mut Stack,
+        sequence: &mut BlockSequence,
         x: Value,
         skip: Option<Value>,
         c: Conditioning,
     ) -> Value {
         let (name, resnet) = (format!("{path}.resnets.{i}"), Arc::clone(&self.resnets[i]));
         let x = match skip {
-            Some(skip) => stack.step(name, [x, skip, c.time], move |[x, skip, time]| {
+            Some(skip) => sequence.add(name, [x, skip, c.time], move |[x, skip, time]| {
                 resnet.forward(&cat_channels(x, skip)?, Some(time))
             }),
-            None => stack.step(name, [x, c.time], move |[x, time]| resnet.forward(x, Some(time))),
+            None => sequence.add(name, [x, c.time], move |[x, time]| resnet.forward(x, Some(time))),
         };
         match self.attentions.get(i).cloned() {
-            Some(attention) => attention.add_steps(&format!("{path}.attentions.{i}"), stack, x, c.context),
+            Some(attention) => attention.add_blocks(&format!("{path}.attentions.{i}"), sequence, x, c.context),
             None => x,
         }
     }
@@ -159,17 +159,23 @@ impl DownBlock {
         })
     }
 
-    /// Adds the block to the stack. Its input is the last entry of `skips`; every intermediate result is added to
+    /// Adds the block to the sequence. Its input is the last entry of `skips`; every intermediate result is added to
     /// `skips`, with its size.
-    pub(super) fn add_steps(&self, path: &str, stack: &mut Stack, skips: &mut Vec<(Value, Size)>, c: Conditioning) {
+    pub(super) fn add_blocks(
+        &self,
+        path: &str,
+        sequence: &mut BlockSequence,
+        skips: &mut Vec<(Value, Size)>,
+        c: Conditioning,
+    ) {
         let Some(&(mut x, size)) = skips.last() else { return };
         for i in 0..self.layers.resnets.len() {
-            x = self.layers.add_steps(i, path, stack, x, None, c);
+            x = self.layers.add_blocks(i, path, sequence, x, None, c);
             skips.push((x, size));
         }
         if let Some(downsampler) = self.downsampler.clone() {
             let size = downsampler.output_size(size);
-            x = stack.step(format!("{path}.downsamplers.0"), [x], move |[x]| downsampler.forward(x));
+            x = sequence.add(format!("{path}.downsamplers.0"), [x], move |[x]| downsampler.forward(x));
             skips.push((x, size));
         }
     }
@@ -202,9 +208,9 @@ impl MidBlock {
         })
     }
 
-    pub(super) fn add_steps(&self, path: &str, stack: &mut Stack, x: Value, c: Conditioning) -> Value {
-        let x = self.layers.add_steps(0, path, stack, x, None, c);
-        self.layers.add_steps(1, path, stack, x, None, c)
+    pub(super) fn add_blocks(&self, path: &str, sequence: &mut BlockSequence, x: Value, c: Conditioning) -> Value {
+        let x = self.layers.add_blocks(0, path, sequence, x, None, c);
+        self.layers.add_blocks(1, path, sequence, x, None, c)
     }
 
     pub(super) fn visit_norms(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
@@ -251,22 +257,22 @@ impl UpBlock {
         })
     }
 
-    /// Adds the block to the stack. It takes its skip connections from the end of `skips`.
-    pub(super) fn add_steps(
+    /// Adds the block to the sequence. It takes its skip connections from the end of `skips`.
+    pub(super) fn add_blocks(
         &self,
         path: &str,
-        stack: &mut Stack,
+        sequence: &mut BlockSequence,
         mut x: Value,
         skips: &mut Vec<(Value, Size)>,
         c: Conditioning,
     ) -> Value {
         for i in 0..self.layers.resnets.len() {
             let skip = skips.pop().map(|(skip, _)| skip);
-            x = self.layers.add_steps(i, path, stack, x, skip, c);
+            x = self.layers.add_blocks(i, path, sequence, x, skip, c);
         }
         match (self.upsampler.clone(), skips.last()) {
             // With odd sizes, the result has the size of the next skip connection, not twice the size.
-            (Some(upsampler), Some(&(_, size))) => stack.step(format!("{path}.upsamplers.0"), [x], move |[x]| {
+            (Some(upsampler), Some(&(_, size))) => sequence.add(format!("{path}.upsamplers.0"), [x], move |[x]| {
                 upsampler.forward(x, size)
             }),
             _ => x,

@@ -13,9 +13,9 @@ pub(crate) use original_names::OriginalNames;
 pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 pub use transformer::{Transformer2d, TransformerSizes};
 
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu, sinusoids};
-use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
 use additional::AdditionalEmbedding;
 use blocks::{Conditioning, DownBlock, MidBlock, UpBlock};
@@ -36,7 +36,7 @@ pub struct UNet2DConditionModel {
     conv_norm_out: GroupNorm,
     conv_out: Conv2d,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 impl UNet2DConditionModel {
@@ -84,7 +84,7 @@ impl UNet2DConditionModel {
             )?,
             conv_out: conv("conv_out", first, config.out_channels, config.conv_out_kernel)?,
             config: config.clone(),
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -128,23 +128,23 @@ impl UNet2DConditionModel {
         let time = time.to_dtype(sample.dtype())?;
         let x = self.conv_in.forward(sample)?;
         let size = (x.dim(2)?, x.dim(3)?);
-        let mut stack = Stack::new();
-        let mut skips = vec![(stack.input(x), size)];
+        let mut sequence = BlockSequence::new();
+        let mut skips = vec![(sequence.input(x), size)];
         let conditioning = Conditioning {
-            time: stack.input(time),
-            context: stack.input(context.clone()),
+            time: sequence.input(time),
+            context: sequence.input(context.clone()),
         };
         for (i, block) in self.down_blocks.iter().enumerate() {
-            block.add_steps(&format!("down_blocks.{i}"), &mut stack, &mut skips, conditioning);
+            block.add_blocks(&format!("down_blocks.{i}"), &mut sequence, &mut skips, conditioning);
         }
         let mut x = skips[skips.len() - 1].0;
         if let Some(block) = &self.mid_block {
-            x = block.add_steps("mid_block", &mut stack, x, conditioning);
+            x = block.add_blocks("mid_block", &mut sequence, x, conditioning);
         }
         for (i, block) in self.up_blocks.iter().enumerate() {
-            x = block.add_steps(&format!("up_blocks.{i}"), &mut stack, x, &mut skips, conditioning);
+            x = block.add_blocks(&format!("up_blocks.{i}"), &mut sequence, x, &mut skips, conditioning);
         }
-        let x = stack.run(self.residency, x)?;
+        let x = sequence.run(self.checkpointing, x)?;
         let x = self.conv_norm_out.forward_silu(&x)?;
         Ok(self.conv_out.forward(&x)?)
     }

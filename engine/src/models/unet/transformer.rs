@@ -1,9 +1,9 @@
 //! The transformer inside a U-Net block (diffusers' `Transformer2DModel`).
 
 use super::resnet::Visitor;
+use crate::checkpointing::{BlockSequence, Value};
 use crate::error::Result;
 use crate::nn::{self, Attention, Conv2d, GroupNorm, LayerMut, LayerNorm, Linear, join};
-use crate::residency::{Stack, Value};
 use crate::weights::Weights;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -127,23 +127,29 @@ impl Transformer2d {
         self.image(&h, x)
     }
 
-    /// Appends the steps of [`Self::forward`] to a stack. A transformer of several blocks is one step per block, so that
-    /// gradient checkpointing keeps the activations of one block only: SDXL has ten in a row.
-    pub(super) fn add_steps(self: &Arc<Self>, path: &str, stack: &mut Stack, x: Value, context: Value) -> Value {
+    /// Appends what [`Self::forward`] does to a sequence. Each of its transformer blocks is a block of its own there, so that
+    /// gradient checkpointing keeps the activations of one only: SDXL has ten in a row.
+    pub(super) fn add_blocks(
+        self: &Arc<Self>,
+        path: &str,
+        sequence: &mut BlockSequence,
+        x: Value,
+        context: Value,
+    ) -> Value {
         let this = Arc::clone(self);
         if self.blocks.len() < 2 {
-            return stack.step(path, [x, context], move |[x, context]| this.forward(x, context));
+            return sequence.add(path, [x, context], move |[x, context]| this.forward(x, context));
         }
-        let mut h = stack.step(format!("{path}.proj_in"), [x], move |[x]| this.tokens(x));
+        let mut h = sequence.add(format!("{path}.proj_in"), [x], move |[x]| this.tokens(x));
         for index in 0..self.blocks.len() {
             let this = Arc::clone(self);
             let name = format!("{path}.transformer_blocks.{index}");
-            h = stack.step(name, [h, context], move |[h, context]| {
+            h = sequence.add(name, [h, context], move |[h, context]| {
                 this.blocks[index].forward(h, context)
             });
         }
         let this = Arc::clone(self);
-        stack.step(format!("{path}.proj_out"), [h, x], move |[h, x]| this.image(h, x))
+        sequence.add(format!("{path}.proj_out"), [h, x], move |[h, x]| this.image(h, x))
     }
 
     /// The tokens of an image: x [b, c, h, w] -> [b, h * w, c].

@@ -2,8 +2,8 @@
 
 use super::{ZImageConfig, ZImageTransformer2DModel};
 use crate::autograd::gradients;
+use crate::checkpointing::Checkpointing;
 use crate::models::config;
-use crate::residency::Residency;
 use crate::testing::{fixtures, gap, in_portable_mode, largest, zimage_folder};
 use crate::weights::Weights;
 use candle_core::{DType, Device, Tensor, Var, safetensors};
@@ -29,20 +29,20 @@ fn lengths(tensor: &Tensor) -> Vec<usize> {
 fn the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers() {
     let tensors = expected();
     let mut weights_checked = 0;
-    for (name, case, residency) in [
-        ("turbo", "square", Residency::Resident),
-        ("turbo", "ragged", Residency::Resident),
-        ("turbo", "ragged", Residency::Checkpointed { steps: 1 }),
-        ("turbo", "full", Residency::Checkpointed { steps: 2 }),
-        ("turbo", "one", Residency::Resident),
-        ("turbo", "long", Residency::Resident),
-        ("base", "ragged", Residency::Checkpointed { steps: 1 }),
-        ("base", "full", Residency::Resident),
+    for (name, case, checkpointing) in [
+        ("turbo", "square", Checkpointing::Off),
+        ("turbo", "ragged", Checkpointing::Off),
+        ("turbo", "ragged", Checkpointing::Segments { blocks: 1 }),
+        ("turbo", "full", Checkpointing::Segments { blocks: 2 }),
+        ("turbo", "one", Checkpointing::Off),
+        ("turbo", "long", Checkpointing::Off),
+        ("base", "ragged", Checkpointing::Segments { blocks: 1 }),
+        ("base", "full", Checkpointing::Off),
     ] {
         let (weights, config) = open(name == "base", DType::F32);
         let weights = weights.trainable();
         let mut model = ZImageTransformer2DModel::new(&weights, &config).unwrap();
-        model.residency = residency;
+        model.checkpointing = checkpointing;
         let get = |what: &str| tensors[&format!("{name}/{case}/{what}")].clone();
         let close = |found: &Tensor, what: &str| {
             let expected = get(what);

@@ -3,9 +3,9 @@
 
 use super::block::{Sizes, ZImageTransformerBlock};
 use super::sequence::{Axes, Layout};
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::nn::{self, LayerMut, LayerNorm, Linear, RmsNorm, VisitLayers, silu, sinusoids};
-use crate::residency::{Residency, Stack};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
@@ -133,7 +133,7 @@ pub struct ZImageTransformer2DModel {
     channels: usize,
     t_scale: f64,
     /// Whether and where gradient checkpointing is used.
-    pub residency: Residency,
+    pub checkpointing: Checkpointing,
 }
 
 impl ZImageTransformer2DModel {
@@ -187,7 +187,7 @@ impl ZImageTransformer2DModel {
             positions,
             channels: config.in_channels,
             t_scale: config.t_scale,
-            residency: Residency::default(),
+            checkpointing: Checkpointing::default(),
         })
     }
 
@@ -236,9 +236,9 @@ impl ZImageTransformer2DModel {
         let [image_positions, caption_positions, positions] = layout.positions(self.axes)?;
         let [caption_bias, bias] = layout.biases(latents.device())?;
 
-        let mut stack = Stack::new();
-        let (mut x, mut text) = (stack.input(x), stack.input(text));
-        let conditioning = stack.input(time.clone());
+        let mut sequence = BlockSequence::new();
+        let (mut x, mut text) = (sequence.input(x), sequence.input(text));
+        let conditioning = sequence.input(time.clone());
         for (name, list, value, positions, bias) in [
             ("noise_refiner", &self.noise_refiner, &mut x, &image_positions, &None),
             (
@@ -251,19 +251,19 @@ impl ZImageTransformer2DModel {
         ] {
             for (index, block) in list.iter().enumerate() {
                 let (block, positions, bias) = (Arc::clone(block), positions.clone(), bias.clone());
-                *value = stack.step(format!("{name}.{index}"), [*value, conditioning], move |[x, time]| {
+                *value = sequence.add(format!("{name}.{index}"), [*value, conditioning], move |[x, time]| {
                     block.forward(x, time, &positions, bias.as_ref())
                 });
             }
         }
-        let mut x = stack.step("concatenation", [x, text], |[x, text]| nn::cat_channels(x, text));
+        let mut x = sequence.add("concatenation", [x, text], |[x, text]| nn::cat_channels(x, text));
         for (index, block) in self.layers.iter().enumerate() {
             let (block, positions, bias) = (Arc::clone(block), positions.clone(), bias.clone());
-            x = stack.step(format!("layers.{index}"), [x, conditioning], move |[x, time]| {
+            x = sequence.add(format!("layers.{index}"), [x, conditioning], move |[x, time]| {
                 block.forward(x, time, &positions, bias.as_ref())
             });
         }
-        let x = stack.run(self.residency, x)?;
+        let x = sequence.run(self.checkpointing, x)?;
         let x = x.narrow(1, 0, layout.image_tokens())?.contiguous()?;
         let scale = self.modulation_out.forward(&silu(&time)?)?;
         let no_shift = scale.zeros_like()?.detach();

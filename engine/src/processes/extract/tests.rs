@@ -1,6 +1,6 @@
 //! Runs whole `extract` jobs from YAML on tiny models and fine-tunes that the tests make of them.
 
-use crate::adapters::LoraFile;
+use crate::adapters::AdapterFile;
 use crate::image_io;
 use crate::processes::tests::{images, run_spec, spec};
 use crate::processes::{EventSink, StopSignal, run};
@@ -219,7 +219,7 @@ fn the_file_has_the_names_and_the_metadata_of_ai_toolkit() {
         "type: locon, linear: 3, conv: 2, dtype: fp16",
     );
     assert_eq!(path, out.path().join("taken_locon_fixed_3_2.safetensors"));
-    let file = LoraFile::open(&path).unwrap();
+    let file = AdapterFile::open(&path).unwrap();
     assert_eq!(file.unknown, Vec::<String>::new());
     for (key, value) in [
         ("name", "taken"),
@@ -256,7 +256,7 @@ fn the_file_has_the_names_and_the_metadata_of_ai_toolkit() {
     // `lora` leaves larger convolutions out, unless `conv` says otherwise; the parts can be chosen.
     let stems = |process: &str| {
         let path = extracted(&base, tuned.path(), out.path(), process);
-        let modules = LoraFile::open(&path).unwrap().modules.into_iter();
+        let modules = AdapterFile::open(&path).unwrap().modules.into_iter();
         modules.map(|module| module.stem).collect::<Vec<String>>()
     };
     let lora = stems("type: lora, filename: a.safetensors");
@@ -613,7 +613,7 @@ meta:
     });
     assert_eq!(artifacts(&events), names);
     for path in names {
-        let file = LoraFile::open(&path).unwrap();
+        let file = AdapterFile::open(&path).unwrap();
         assert_eq!(
             (file.unknown.len(), file.metadata["name"].as_str()),
             (0, "name_of_your_model")

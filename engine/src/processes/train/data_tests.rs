@@ -255,7 +255,7 @@ fn a_run_that_trains_the_text_encoder_resumes_exactly() {
     assert_eq!(stop_at(&spec(process.clone()), 3).0, Outcome::stopped());
     run(&process);
     assert_eq!(saved_lora(interrupted.path()), saved_lora(uninterrupted.path()));
-    let file = crate::adapters::LoraFile::open(&uninterrupted.path().join("out/tiny/tiny.safetensors")).unwrap();
+    let file = crate::adapters::AdapterFile::open(&uninterrupted.path().join("out/tiny/tiny.safetensors")).unwrap();
     let of = |prefix: &str| file.modules.iter().filter(|m| m.stem.starts_with(prefix)).count();
     assert_eq!((of("lora_te_text_model_encoder_layers_"), of("lora_te_")), (12, 12));
     assert!(of("lora_unet_") > 20);
@@ -263,7 +263,7 @@ fn a_run_that_trains_the_text_encoder_resumes_exactly() {
     process.train.train_unet = false;
     process.training_folder = Some(interrupted.path().join("alone").display().to_string());
     run(&process);
-    let file = crate::adapters::LoraFile::open(&interrupted.path().join("alone/tiny/tiny.safetensors")).unwrap();
+    let file = crate::adapters::AdapterFile::open(&interrupted.path().join("alone/tiny/tiny.safetensors")).unwrap();
     assert!(file.modules.iter().all(|m| m.stem.starts_with("lora_te_")));
 }
 

@@ -4,7 +4,7 @@ use super::resumption_check::check_resumption;
 use super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, spec, stop_at};
 use super::transformer_runs::{complete, equal, flow_trainer, tensors};
-use crate::adapters::LoraFile;
+use crate::adapters::AdapterFile;
 use crate::families::{META_FILE, saved_step};
 use crate::testing::{chosen, fixtures, gap};
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -48,7 +48,7 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
         assert!(saved.contains_key(name), "{name} in {:?}", saved.keys());
     }
     assert!(!saved.keys().any(|name| name.ends_with("alpha")));
-    let metadata = LoraFile::open(&file(whole.path())).unwrap().metadata;
+    let metadata = AdapterFile::open(&file(whole.path())).unwrap().metadata;
     assert_eq!(metadata["ss_base_model_version"], "flux.1");
 
     // A run that starts from a LoRA with original names and another scale has its weights.

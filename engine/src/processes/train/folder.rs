@@ -60,7 +60,7 @@ impl RunFolder {
         let lock = lock(&path, cx)?;
         // Remove unfinished files of a run that was killed.
         for folder in [&path, &path.join(SAMPLES)] {
-            fsutil::sweep(folder, Duration::ZERO)?;
+            fsutil::remove_abandoned(folder, Duration::ZERO)?;
         }
         let suffix = match cx.spec.config_format.as_str() {
             format @ ("json" | "jsonc") => format,

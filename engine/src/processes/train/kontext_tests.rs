@@ -4,7 +4,7 @@ use super::preview;
 use super::resumption_check::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, stop_at};
 use super::transformer_runs::{complete, equal, flow_trainer, tensors};
-use crate::adapters::LoraFile;
+use crate::adapters::AdapterFile;
 use crate::testing::{chosen, fixtures, gap, in_own_folder, largest};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
@@ -120,7 +120,7 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
     let saved = tensors(&file(whole.path()));
     assert_eq!(saved.len(), 2 * (2 * 14 + 3 * 6));
     assert!(saved.contains_key("transformer.transformer_blocks.0.attn.to_q.lora_A.weight"));
-    let metadata = LoraFile::open(&file(whole.path())).unwrap().metadata;
+    let metadata = AdapterFile::open(&file(whole.path())).unwrap().metadata;
     assert_eq!(metadata["ss_base_model_version"], "flux.1_kontext");
 }
 

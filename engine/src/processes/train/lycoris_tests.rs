@@ -5,7 +5,7 @@ use super::options;
 use super::resumption_check::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use super::transformer_runs::{complete, flow_trainer, tensors};
-use crate::adapters::{LoraFile, LoraNetwork, LoraTensors};
+use crate::adapters::{AdapterFile, AdapterNetwork, LoraTensors};
 use crate::families::{self, LoadOptions, PartRole};
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, zimage_folder};
@@ -135,7 +135,7 @@ fn a_network_with_the_ranks_of_a_file_starts_from_it_and_resumes_exactly() {
     (unchanged.train.lr, unchanged.train.steps) = (0.0, 1);
     complete(unchanged);
     let (theirs, ours) = (
-        LoraFile::open(&start).unwrap(),
+        AdapterFile::open(&start).unwrap(),
         tensors(&dir.path().join("out/tiny/tiny.safetensors")),
     );
     assert_eq!(ours.len(), 3 * theirs.modules.len());
@@ -263,7 +263,7 @@ fn saved_files_have_the_names_of_their_type() {
             .collect();
         let expected: BTreeSet<String> = names.iter().map(|name| (*name).to_owned()).collect();
         assert_eq!(suffixes, expected);
-        assert!(LoraFile::open(&path).unwrap().unknown.is_empty());
+        assert!(AdapterFile::open(&path).unwrap().unknown.is_empty());
     }
 }
 
@@ -275,7 +275,7 @@ fn a_locon_is_saved_without_its_scalar() {
     process.network = Some(network(NetworkType::Locon));
     process.train.lr = 0.01;
     complete(process);
-    let file = LoraFile::open(&dir.path().join("out/tiny/tiny.safetensors")).unwrap();
+    let file = AdapterFile::open(&dir.path().join("out/tiny/tiny.safetensors")).unwrap();
     assert!(file.unknown.is_empty());
     for module in &file.modules {
         let lora: &LoraTensors = module.tensors.as_any().downcast_ref().unwrap();
@@ -300,9 +300,12 @@ fn trained_numbers(process: &TrainerProcess, network: &NetworkConfig) -> u64 {
     let mut model = families::load(path, process.model.arch.name, &LoadOptions::cpu()).unwrap();
     let mut parts = model.parts();
     parts.retain(|part| part.role == PartRole::Denoiser);
-    let (adapter, config) = (options::adapter_type(network).unwrap(), options::lora_config(network));
+    let (adapter, config) = (
+        options::adapter_type(network).unwrap(),
+        options::adapter_config(network),
+    );
     let mut generator = TorchGenerator::manual_seed(1);
-    let network = LoraNetwork::attach_as(&*adapter, &config, None, &mut parts, &mut generator).unwrap();
+    let network = AdapterNetwork::attach_as(&*adapter, &config, None, &mut parts, &mut generator).unwrap();
     network.params().iter().map(|param| param.var.elem_count() as u64).sum()
 }
 

@@ -4,7 +4,7 @@ use super::full_tests::full;
 use super::resumption_check::check_resumption;
 use super::tests::{run_spec, spec, trainer};
 use super::transformer_runs::{complete, flow_trainer, tensors};
-use crate::adapters::{LoraConfig, LoraNetwork, load_lora};
+use crate::adapters::{AdapterConfig, AdapterNetwork, load_lora};
 use crate::families::{LoadOptions, Model};
 use crate::nn::LayerMut;
 use crate::rng::TorchGenerator;
@@ -196,10 +196,10 @@ fn layers_and_norms_are_those_of_ai_toolkit() {
             .map(|byte| format!("{byte:02x}"))
             .collect::<String>()
     };
-    let attach = |model: &mut dyn Model, config: LoraConfig| {
+    let attach = |model: &mut dyn Model, config: AdapterConfig| {
         let mut parts = model.parts();
         let mut denoiser = vec![parts.pop().unwrap()];
-        let network = LoraNetwork::attach(&config, &mut denoiser, &mut TorchGenerator::manual_seed(1)).unwrap();
+        let network = AdapterNetwork::attach(&config, &mut denoiser, &mut TorchGenerator::manual_seed(1)).unwrap();
         let params = network.params();
         let names = params.iter().map(|param| param.name.as_str());
         let names: BTreeSet<String> = names
@@ -222,7 +222,7 @@ fn layers_and_norms_are_those_of_ai_toolkit() {
         };
         network.network_kwargs.target_lin_modules = list(linear);
         network.network_kwargs.target_conv_modules = list(conv.unwrap_or_default());
-        super::options::lora_config(&network)
+        super::options::adapter_config(&network)
     };
     let resnets: &[&str] = &["ResnetBlock2D", "Downsample2D", "Upsample2D"];
     for (config, expected) in [

@@ -4,7 +4,9 @@ use super::super::context::Context;
 use super::folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
-use crate::adapters::{AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, LoraConfig, Rank};
+use crate::adapters::{
+    AdapterConfig, AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, Rank,
+};
 use crate::data::{
     Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, DrawnControlOptions,
     ImageStatistics, MaskOptions, TagRules,
@@ -172,9 +174,9 @@ pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterTyp
 }
 
 /// Converts the `network` section.
-pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
+pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
     let kwargs = &network.network_kwargs;
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: network.linear as usize,
         alpha: effective_alpha(network.linear_alpha, network.linear),
         conv_rank: network.conv.map(|r| r as usize),
@@ -202,7 +204,7 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
         return config;
     }
     let (rank, alpha) = (LOKR_FULL_RANK as usize, LOKR_FULL_RANK as f64);
-    LoraConfig {
+    AdapterConfig {
         rank,
         alpha,
         conv_rank: Some(rank),

@@ -2,7 +2,7 @@
 //! are what this trainer makes.
 
 use super::tests::{run_spec, spec, trainer};
-use crate::adapters::{LoraFile, LoraTensors};
+use crate::adapters::{AdapterFile, LoraTensors};
 use crate::testing::{fixtures, gap};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::dtype::DType;
@@ -42,7 +42,7 @@ fn check_against_fixture(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
         header
     };
     assert_eq!(header(&made), header(&path));
-    let (made, expected) = (LoraFile::open(&made).unwrap(), LoraFile::open(&path).unwrap());
+    let (made, expected) = (AdapterFile::open(&made).unwrap(), AdapterFile::open(&path).unwrap());
     let mut worst = 0f32;
     for (a, b) in made.modules.iter().zip(&expected.modules) {
         let [a, b] = [a, b].map(|module| module.tensors.as_any().downcast_ref::<LoraTensors>().unwrap());

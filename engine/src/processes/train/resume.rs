@@ -11,7 +11,7 @@ use super::merging::MERGED_ROLE;
 use super::record;
 use super::run::Run;
 use super::target::Target;
-use crate::adapters::{LoraFile, saved_since};
+use crate::adapters::{AdapterFile, saved_since};
 use crate::error::{EngineError, Result};
 use crate::families::saved_step;
 use crate::training::Trainer;
@@ -201,7 +201,7 @@ impl Run<'_> {
         for (step_in_name, path) in self.folder.saves() {
             let step = match self.target {
                 Target::Lora(_) if self.process.merges_network() => saved_step(&path),
-                Target::Lora(_) => LoraFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
+                Target::Lora(_) => AdapterFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
                 Target::Model(_) => saved_step(&path),
                 Target::Word(_) => TrainedWord::saved_step(&path),
             };
@@ -223,7 +223,7 @@ impl Run<'_> {
         let Target::Lora(network) = &self.target else {
             return Err(EngineError::Internal("a LoRA for a full fine-tune".into()));
         };
-        let report = network.load(&LoraFile::open(path)?)?;
+        let report = network.load(&AdapterFile::open(path)?)?;
         if report.resized > 0 {
             cx.log(
                 "warn",

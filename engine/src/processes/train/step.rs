@@ -7,7 +7,7 @@ use super::preservation::{self, Preservation};
 use super::prompts::{self, splits_captions};
 use super::run::Run;
 use super::sliders::{self, MicroBatchNumber};
-use crate::adapters::{LoraHandle, LoraPass};
+use crate::adapters::{AdapterHandle, AdapterPass};
 use crate::data::{SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model, Prompt};
@@ -73,8 +73,8 @@ pub(super) struct DrawnBatch {
 struct PreservationPass {
     preservation: Preservation,
     /// Without the adapter, and with it.
-    passes: [LoraPass; 2],
-    handle: Arc<LoraHandle>,
+    passes: [AdapterPass; 2],
+    handle: Arc<AdapterHandle>,
 }
 
 /// What the items of a batch are conditioned on besides their prompts.
@@ -287,7 +287,7 @@ impl Run<'_> {
             self.data.datasets[step_batch.batch.dataset].options.network_weight,
             self.seed,
         );
-        let pass = |name: &str| LoraPass {
+        let pass = |name: &str| AdapterPass {
             strength,
             dropout_seed: Some(format!("{seed}/{name}/{step}/{micro}").into()),
         };
@@ -318,7 +318,7 @@ impl Run<'_> {
         })?;
         let kept = PreservationPass {
             preservation,
-            passes: [LoraPass::inference(0.0), pass("preservation-dropout")],
+            passes: [AdapterPass::inference(0.0), pass("preservation-dropout")],
             handle,
         };
         self.preserve(&kept, &step_batch, &prompts, inputs, &drawn)
@@ -384,14 +384,14 @@ impl Run<'_> {
 
     /// The prompt of the unconditional prediction of the guidance loss for so many items, if there is one.
     /// It is encoded without the adapter, as in ai-toolkit, which encodes it before the training.
-    fn contrast_prompt(&mut self, items: usize, handle: Option<&LoraHandle>) -> Result<Option<Conditioning>> {
+    fn contrast_prompt(&mut self, items: usize, handle: Option<&AdapterHandle>) -> Result<Option<Conditioning>> {
         let train = &self.process.train;
         if !train.do_guidance_loss {
             return Ok(None);
         }
         let prompts = vec![train.unconditional_prompt.clone(); items];
         match handle {
-            Some(handle) => handle.in_pass(LoraPass::inference(0.0), || self.encode_frozen(&prompts)),
+            Some(handle) => handle.in_pass(AdapterPass::inference(0.0), || self.encode_frozen(&prompts)),
             None => self.encode_frozen(&prompts),
         }
         .map(Some)
@@ -430,7 +430,7 @@ impl Run<'_> {
             moves,
         }: BatchInputs,
         mut drawn: NoiseDraw,
-        handle: Option<&LoraHandle>,
+        handle: Option<&AdapterHandle>,
     ) -> Result<NoiseDraw> {
         let (captions, encoded, cfg) = (&prompts.captions, &prompts.encoded, prompts.cfg);
         let cached = match self.target.covers_text_encoder() {
@@ -492,8 +492,8 @@ impl Run<'_> {
         if let Some(handle) = handle.filter(|_| uses_base) {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
             // In ai-toolkit too, the captions are encoded with the adapter of the text encoder.
-            let conditioning = handle.in_pass(LoraPass::inference(strength), frozen_conditioning)?;
-            let base = handle.in_pass(LoraPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
+            let conditioning = handle.in_pass(AdapterPass::inference(strength), frozen_conditioning)?;
+            let base = handle.in_pass(AdapterPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
             references.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let (true, Some(word)) = (uses_base, &process.embedding) {
@@ -512,7 +512,7 @@ impl Run<'_> {
             let conditioning = with_inputs(contrast)?;
             // Nothing is kept for a backward pass.
             let unconditional = match (handle, model.detach()) {
-                (Some(handle), _) => handle.in_pass(LoraPass::inference(strength), || {
+                (Some(handle), _) => handle.in_pass(AdapterPass::inference(strength), || {
                     model.predict(&noisy, &times, &conditioning)
                 })?,
                 (None, Some(frozen)) => frozen.predict(&noisy, &times, &conditioning)?,

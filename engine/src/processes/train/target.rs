@@ -3,9 +3,9 @@
 use super::super::context::Context;
 use super::embedding::TrainedWord;
 use super::options;
-use crate::adapters::{LoraFile, LoraHandle, LoraNetwork};
+use crate::adapters::{AdapterFile, AdapterHandle, AdapterNetwork};
 use crate::error::{EngineError, Result};
-use crate::families::{LoraNames, Model, PartRole, WeightChanges};
+use crate::families::{AdapterNames, Model, Part, PartRole, WeightChanges};
 use crate::optim::Param;
 use crate::rng::generator_for;
 use crate::weights::TrainableFilter;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// The trained parameters.
 pub(super) enum Target {
     /// The LoRA of a `network` section.
-    Lora(LoraNetwork),
+    Lora(AdapterNetwork),
     /// The model's own weights: a full fine-tune.
     Model(Vec<Param>),
     /// The word of an `embedding` section.
@@ -49,8 +49,37 @@ pub(super) fn weight_changes(process: &TrainerProcess) -> WeightChanges {
 /// Checks, now instead of after the training, that the whole model can be saved in the format of the config.
 fn check_save_format(process: &TrainerProcess, model: &dyn Model) -> Result<()> {
     match process.save.save_format {
-        SaveFormat::Safetensors => model.check_single_file(),
+        SaveFormat::Safetensors => model
+            .check_single_file()
+            .map_err(|error| EngineError::bad_input(format!("save.save_format: {error}"))),
         SaveFormat::Diffusers => Ok(()),
+    }
+}
+
+/// The parts of a model whose layers get an adapter.
+fn trained_parts<'a>(process: &TrainerProcess, model: &'a mut dyn Model) -> Vec<Part<'a>> {
+    let mut parts = model.parts();
+    parts.retain(|part| match part.role {
+        PartRole::TextEncoder => process.train.train_text_encoder,
+        PartRole::Denoiser => process.train.train_unet,
+        PartRole::Codec => false,
+    });
+    parts
+}
+
+/// Checks, with the names and shapes of a model alone, that the config leaves something to train, and that it can be saved. `ranks_file`:
+/// the LoRA of `network.ranks_of_pretrained_lora`.
+///
+/// # Errors
+/// As [`Target::new`].
+pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file: Option<&AdapterFile>) -> Result<()> {
+    if let Some(network) = process.network.as_ref().filter(|_| process.embedding.is_none()) {
+        let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
+        AdapterNetwork::check(&*adapter, &config, ranks_file, &mut trained_parts(process, model))?;
+    }
+    match process.trains_whole_model() || process.merges_network() {
+        true => check_save_format(process, model),
+        false => Ok(()),
     }
 }
 
@@ -68,20 +97,15 @@ impl Target {
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
         };
-        let (config, adapter) = (options::lora_config(network), options::adapter_type(network)?);
+        let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
         let mut generator = generator_for(seed, "network", 0, 0);
-        let mut trained = model.parts();
-        trained.retain(|part| match part.role {
-            PartRole::TextEncoder => process.train.train_text_encoder,
-            PartRole::Denoiser => process.train.train_unet,
-            PartRole::Codec => false,
-        });
-        let has_no_alpha = trained.iter().any(|part| part.lora_names == LoraNames::Dotted);
+        let mut trained = trained_parts(process, model);
+        let has_no_alpha = trained.iter().any(|part| part.lora_names == AdapterNames::Dotted);
         let ranks_file = match &network.pretrained_lora_path {
-            Some(path) if network.ranks_of_pretrained_lora => Some(LoraFile::open(&cx.local_path(path)?)?),
+            Some(path) if network.ranks_of_pretrained_lora => Some(AdapterFile::open(&cx.local_path(path)?)?),
             _ => None,
         };
-        let network = LoraNetwork::attach_as(&*adapter, &config, ranks_file.as_ref(), &mut trained, &mut generator)?;
+        let network = AdapterNetwork::attach_as(&*adapter, &config, ranks_file.as_ref(), &mut trained, &mut generator)?;
         // 1 is the default, so nobody chose it.
         if has_no_alpha && !adapter.has_old_names() && config.alpha != config.rank as f64 && config.alpha != 1.0 {
             cx.log(
@@ -179,7 +203,7 @@ impl Target {
     }
 
     /// The handle that sets the strength and mode of a LoRA.
-    pub(super) fn handle(&self) -> Option<&Arc<LoraHandle>> {
+    pub(super) fn handle(&self) -> Option<&Arc<AdapterHandle>> {
         match self {
             Self::Lora(network) => Some(&network.handle),
             Self::Model(_) | Self::Word(_) => None,

@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::run::Run;
 use super::step::ItemInputs;
 use super::validation::{Image, METRIC, Validation};
-use crate::adapters::LoraPass;
+use crate::adapters::AdapterPass;
 use crate::error::{EngineError, Result};
 use crate::training::NoiseDraw;
 use aitk_common::attempt::ChildEvent;
@@ -23,9 +23,9 @@ impl Run<'_> {
                 return Ok(None);
             }
             losses.push(match self.target.handle().cloned() {
-                Some(handle) => {
-                    handle.in_pass(LoraPass::inference(1.0), || self.image_loss(image, &validation.levels))?
-                }
+                Some(handle) => handle.in_pass(AdapterPass::inference(1.0), || {
+                    self.image_loss(image, &validation.levels)
+                })?,
                 None => self.image_loss(image, &validation.levels)?,
             });
         }

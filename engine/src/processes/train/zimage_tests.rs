@@ -2,7 +2,7 @@
 
 use super::tests::{logs, losses, run_spec, spec, stop_at};
 use super::transformer_runs::{complete, flow_trainer, tensors};
-use crate::adapters::LoraFile;
+use crate::adapters::AdapterFile;
 use crate::families::saved_step;
 use crate::testing::{gap, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -61,7 +61,7 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
     ] {
         assert!(ours.contains_key(name), "{name} in {:?}", ours.keys());
     }
-    let metadata = LoraFile::open(&file(whole.path())).unwrap().metadata;
+    let metadata = AdapterFile::open(&file(whole.path())).unwrap().metadata;
     assert_eq!(metadata["ss_base_model_version"], "zimage");
 }
 

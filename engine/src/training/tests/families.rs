@@ -2,7 +2,7 @@
 //! with diffusers and peft, in float64.
 
 use super::{constant, ddpm, largest_gap, loss_of, prompts_of, with_prefix};
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork};
 use crate::error::Result;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{ItemSize, LoadOptions, Model, sd2, sdxl};
@@ -123,18 +123,18 @@ impl Family {
             options["rank"].as_u64().unwrap() as usize,
             options["alpha"].as_f64().unwrap(),
         );
-        let config = LoraConfig {
+        let config = AdapterConfig {
             rank,
             alpha,
             conv_rank: (name == "conv").then_some(rank),
             conv_alpha: alpha,
             only_if_contains: targets,
-            ..LoraConfig::default()
+            ..AdapterConfig::default()
         };
         let mut model = self.load(&LoadOptions::cpu());
         let mut trained = model.parts();
         trained.retain(|part| part.id == "unet" || trains_text);
-        let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+        let network = AdapterNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
         drop(trained);
         let start = self.tensors("parity_start.safetensors");
         let params = network.params();

@@ -2,12 +2,12 @@
 //! Kontext with diffusers and peft, LoRAs and full fine-tunes.
 
 use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork};
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::flux::{FluxFamily, FluxModel};
 use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Param};
-use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder};
 use crate::training::{
@@ -131,23 +131,23 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
     );
 }
 
-fn check_lora(fixture: &Fixture, name: &str, residency: Residency) {
+fn check_lora(fixture: &Fixture, name: &str, checkpointing: Checkpointing) {
     let report = fixture.report("parity");
     let variant = &report["variants"][name];
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: variant["rank"].as_u64().unwrap() as usize,
         // Has no effect: these LoRAs have no alpha.
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
         only_if_contains: serde_json::from_value(variant["targets"].clone()).unwrap_or_default(),
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let mut model = model(fixture.family, variant, &LoadOptions::cpu());
-    model.set_residency(residency);
+    model.set_checkpointing(checkpointing);
     let mut trained = model.parts();
     trained.retain(|part| part.id == "transformer");
-    let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    let network = AdapterNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     drop(trained);
     let start = tensors(match variant.get("model") {
         Some(_) => "parity_start_schnell",
@@ -171,18 +171,18 @@ const VARIANTS: [&str; 5] = ["linear", "attention", "guidance", "text_tokens_512
 #[test]
 fn loras_match_the_reference() {
     for name in chosen(VARIANTS.to_vec()) {
-        check_lora(&FLUX_STEPS, name, Residency::Resident);
+        check_lora(&FLUX_STEPS, name, Checkpointing::Off);
     }
 }
 
 #[test]
 fn loras_with_gradient_checkpointing_match_the_reference() {
     for name in chosen(VARIANTS.to_vec()) {
-        check_lora(&FLUX_STEPS, name, Residency::Checkpointed { steps: 1 });
+        check_lora(&FLUX_STEPS, name, Checkpointing::Segments { blocks: 1 });
     }
 }
 
-fn check_full(fixture: &Fixture, name: &str, residency: Residency) {
+fn check_full(fixture: &Fixture, name: &str, checkpointing: Checkpointing) {
     let report = fixture.report("full");
     let variant = &report["variants"][name];
     let list = |key: &str| -> Vec<String> { serde_json::from_value(variant[key].clone()).unwrap_or_default() };
@@ -193,7 +193,7 @@ fn check_full(fixture: &Fixture, name: &str, residency: Residency) {
     };
     let options = LoadOptions::cpu().training(filter, TrainableFilter::Nothing);
     let mut model = model(fixture.family, variant, &options);
-    model.set_residency(residency);
+    model.set_checkpointing(checkpointing);
     let params = model.trained().iter().map(|(name, var)| Param {
         name: name.clone(),
         var: var.clone(),
@@ -215,8 +215,8 @@ fn check_full(fixture: &Fixture, name: &str, residency: Residency) {
 #[test]
 fn full_fine_tunes_match_the_reference() {
     for name in chosen(vec!["everything", "chosen"]) {
-        check_full(&FLUX_STEPS, name, Residency::Resident);
-        check_full(&FLUX_STEPS, name, Residency::Checkpointed { steps: 1 });
+        check_full(&FLUX_STEPS, name, Checkpointing::Off);
+        check_full(&FLUX_STEPS, name, Checkpointing::Segments { blocks: 1 });
     }
 }
 
@@ -252,9 +252,9 @@ fn kontext_matches_the_reference() {
     // Without it, the model is FLUX.1-dev.
     assert!(crate::testing::gap(&predict(&conditioning), expected) / largest > 0.01);
 
-    for residency in [Residency::Resident, Residency::Checkpointed { steps: 1 }] {
-        check_lora(&KONTEXT_STEPS, "some_layers", residency);
-        check_full(&KONTEXT_STEPS, "everything", residency);
+    for checkpointing in [Checkpointing::Off, Checkpointing::Segments { blocks: 1 }] {
+        check_lora(&KONTEXT_STEPS, "some_layers", checkpointing);
+        check_full(&KONTEXT_STEPS, "everything", checkpointing);
     }
 }
 

@@ -3,10 +3,10 @@
 
 use super::{constant, load, with_prefix};
 use super::{ddpm, loss_of};
+use crate::checkpointing::Checkpointing;
 use crate::families::stable_diffusion::SdModel;
 use crate::families::{LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Ema, Param};
-use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::testing::{fixtures, gap, in_portable_mode, load_sd};
 use crate::training::{
@@ -21,14 +21,14 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy)]
 struct Variant {
     fused_backward: bool,
-    residency: Residency,
+    checkpointing: Checkpointing,
     ema: bool,
     steps: usize,
 }
 
 const DEFAULT: Variant = Variant {
     fused_backward: false,
-    residency: Residency::Resident,
+    checkpointing: Checkpointing::Off,
     ema: false,
     steps: 20,
 };
@@ -61,7 +61,7 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
     };
     let options = LoadOptions::cpu().training(selection, encoder_selection);
     let mut model = load_sd(fixtures().join("tiny_sd"), &options).unwrap();
-    model.set_residency(variant_options.residency);
+    model.set_checkpointing(variant_options.checkpointing);
     let params: Vec<Param> = model
         .trained
         .iter()
@@ -182,15 +182,15 @@ fn fused_backward_gives_the_same_bits() {
         ("everything", true, Some(0.05)),
         ("chosen", false, Some(1.0)),
     ] {
-        for residency in [Residency::Resident, Residency::Checkpointed { steps: 1 }] {
+        for checkpointing in [Checkpointing::Off, Checkpointing::Segments { blocks: 1 }] {
             let variant_options = |fused_backward| Variant {
                 fused_backward,
-                residency,
+                checkpointing,
                 ema,
                 steps: 5,
             };
             let same = train(name, variant_options(true), max_norm) == train(name, variant_options(false), max_norm);
-            assert!(same, "{name}, {residency:?}");
+            assert!(same, "{name}, {checkpointing:?}");
         }
     }
 }

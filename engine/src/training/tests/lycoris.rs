@@ -3,10 +3,10 @@
 
 use super::families::{Family, SD21, SDXL};
 use super::flux;
-use crate::adapters::{AdapterType, Dora, Locon, Loha, Lokr, LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork, AdapterType, Dora, Locon, Loha, Lokr};
+use crate::checkpointing::Checkpointing;
 use crate::families::{LoadOptions, Model};
 use crate::optim::Param;
-use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, gap, in_portable_mode};
 use aitk_common::job::network::LOKR_FULL_RANK;
@@ -39,7 +39,7 @@ fn adapter(variant: &Value) -> Box<dyn AdapterType> {
 }
 
 /// The parameters, module by module in the order of their names.
-fn in_order(network: &LoraNetwork) -> Vec<Param> {
+fn in_order(network: &AdapterNetwork) -> Vec<Param> {
     let mut params = network.params();
     // Stable: the parameters of a module stay in their order.
     params.sort_by_key(|param| param.name[..param.name.len() - suffix(&param.name).len() - 1].to_owned());
@@ -130,19 +130,19 @@ fn check_sd(name: &str) {
     };
     let (rank, alpha) = rank_and_alpha(&variant["linear"]).unwrap();
     let conv = rank_and_alpha(&variant["conv"]);
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank,
         alpha,
         conv_rank: conv.map(|(rank, _)| rank),
         conv_alpha: conv.map_or(1.0, |(_, alpha)| alpha),
         only_if_contains: variant["covers"].as_str().map(str::to_owned).into_iter().collect(),
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let adapter = adapter(variant);
     let mut model = family.load(&LoadOptions::cpu());
     let mut trained = model.parts();
     trained.retain(|part| part.id == "unet");
-    let network = LoraNetwork::attach_as(
+    let network = AdapterNetwork::attach_as(
         &*adapter,
         &config,
         None,
@@ -158,22 +158,22 @@ fn check_sd(name: &str) {
     compare(&params, variant, &report, &format!("sd/{name}"));
 }
 
-fn check_flux(name: &str, residency: Residency) {
+fn check_flux(name: &str, checkpointing: Checkpointing) {
     let report = report();
     let variant = &report["flux"]["variants"][name];
     let rank = variant["rank"].as_u64().unwrap_or(LOKR_FULL_RANK) as usize;
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank,
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let mut model = flux::model(&crate::families::FLUX, variant, &LoadOptions::cpu());
-    model.set_residency(residency);
+    model.set_checkpointing(checkpointing);
     let mut trained = model.parts();
     trained.retain(|part| part.id == "transformer");
-    let network = LoraNetwork::attach_as(
+    let network = AdapterNetwork::attach_as(
         &*adapter(variant),
         &config,
         None,
@@ -207,10 +207,10 @@ fn adapters_of_unets_match_lycoris_and_peft() {
 #[test]
 fn adapters_of_a_transformer_match_lycoris_and_peft() {
     for name in ["lokr_full", "lokr_factor", "lokr_low_rank", "loha", "dora"] {
-        check_flux(name, Residency::Resident);
+        check_flux(name, Checkpointing::Off);
     }
     for name in ["lokr_low_rank", "dora"] {
-        check_flux(name, Residency::Checkpointed { steps: 1 });
+        check_flux(name, Checkpointing::Segments { blocks: 1 });
     }
 }
 
@@ -219,7 +219,7 @@ fn one_of_each_kind_matches() {
     for name in chosen(vec!["dora", "lokr_low_rank", "lokr_full", "locon", "loha"]) {
         check_sd(name);
     }
-    check_flux("lokr_factor", Residency::Checkpointed { steps: 1 });
+    check_flux("lokr_factor", Checkpointing::Segments { blocks: 1 });
 }
 
 in_portable_mode! {

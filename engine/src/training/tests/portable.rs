@@ -18,25 +18,25 @@ const SD2: Tiny = (&sd2::VARIANT, "tiny_sd21");
 const SDXL: Tiny = (&sdxl::VARIANT, "tiny_sdxl");
 
 /// Five steps of gradient descent, of a LoRA on all layers of the U-Net, at an odd size.
-fn five_steps(dtype: DType, residency: Residency) -> Vec<Step> {
-    five_steps_of(SD1, dtype, residency)
+fn five_steps(dtype: DType, checkpointing: Checkpointing) -> Vec<Step> {
+    five_steps_of(SD1, dtype, checkpointing)
 }
 
-fn five_steps_of((variant, folder): Tiny, dtype: DType, residency: Residency) -> Vec<Step> {
+fn five_steps_of((variant, folder): Tiny, dtype: DType, checkpointing: Checkpointing) -> Vec<Step> {
     let options = LoadOptions {
         dtype,
         ..LoadOptions::cpu()
     };
     let mut model = SdModel::load(variant, fixtures().join(folder), &options).unwrap();
-    model.unet.residency = residency;
-    let config = LoraConfig {
+    model.unet.checkpointing = checkpointing;
+    let config = AdapterConfig {
         rank: 4,
         alpha: 8.0,
         conv_rank: Some(4),
         conv_alpha: 8.0,
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
-    let network = LoraNetwork::attach(
+    let network = AdapterNetwork::attach(
         &config,
         &mut [unet_part(&mut model)],
         &mut TorchGenerator::manual_seed(0),
@@ -109,8 +109,8 @@ fn largest_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
 #[test]
 fn five_steps_in_f32_equal_those_of_the_slice_kernels() {
     for tiny in chosen(vec![SD1, SD2, SDXL]) {
-        let expected = five_steps_of(tiny, DType::F32, Residency::Resident);
-        let steps = || five_steps_of(tiny, DType::F32, Residency::Resident);
+        let expected = five_steps_of(tiny, DType::F32, Checkpointing::Off);
+        let steps = || five_steps_of(tiny, DType::F32, Checkpointing::Off);
         for (mode, ours) in [("portable", portable(steps)), ("kernels", emulated_kernels(steps))] {
             let (of_loss, of_gradient) = largest_errors(&ours, &expected);
             let name = tiny.1;
@@ -145,8 +145,8 @@ fn overall_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
 fn checkpointed_steps_equal_resident_steps_in_every_dtype() {
     // The gradients of a tensor that several blocks read are summed in another order, in the dtype of the tensor.
     for (dtype, tolerance) in chosen(vec![(DType::F32, 1e-5), (DType::F16, 0.01), (DType::BF16, 0.05)]) {
-        let resident = portable(|| five_steps(dtype, Residency::Resident));
-        let checkpointed = portable(|| five_steps(dtype, Residency::Checkpointed { steps: 2 }));
+        let resident = portable(|| five_steps(dtype, Checkpointing::Off));
+        let checkpointed = portable(|| five_steps(dtype, Checkpointing::Segments { blocks: 2 }));
         let (of_loss, of_gradients) = overall_errors(&checkpointed, &resident);
         println!("{dtype:?}, checkpointed: losses differ by {of_loss:.1e}, gradients by {of_gradients:.1e}");
         assert!(
@@ -158,9 +158,9 @@ fn checkpointed_steps_equal_resident_steps_in_every_dtype() {
 
 #[test]
 fn steps_in_half_precision_are_finite_and_close_to_f32() {
-    let expected = five_steps(DType::F32, Residency::Resident);
+    let expected = five_steps(DType::F32, Checkpointing::Off);
     for (dtype, tolerance) in chosen(vec![(DType::BF16, 0.05), (DType::F16, 0.01)]) {
-        let steps = || five_steps(dtype, Residency::Resident);
+        let steps = || five_steps(dtype, Checkpointing::Off);
         for (mode, ours) in [("portable", portable(steps)), ("kernels", emulated_kernels(steps))] {
             let (of_loss, of_gradients) = overall_errors(&ours, &expected);
             println!("{dtype:?}, {mode}: losses differ from f32 by {of_loss:.1e}, gradients by {of_gradients:.1e}");

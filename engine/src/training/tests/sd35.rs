@@ -2,12 +2,12 @@
 //! full fine-tunes.
 
 use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork};
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::sd3::Sd3Model;
 use crate::families::{LoadOptions, Model, SD3};
 use crate::optim::{Adam, AdamParams, Param};
-use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, in_portable_mode, sd35_large_folder, sd35_without_t5};
 use crate::training::{
@@ -95,23 +95,23 @@ fn train(model: &Sd3Model, params: Vec<Param>, report: &Value, name: &str) {
     );
 }
 
-fn check_lora(name: &str, residency: Residency) {
+fn check_lora(name: &str, checkpointing: Checkpointing) {
     let report = report("parity");
     let variant = &report["variants"][name];
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: variant["rank"].as_u64().unwrap() as usize,
         // Has no effect: these LoRAs have no alpha.
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
         only_if_contains: serde_json::from_value(variant["targets"].clone()).unwrap_or_default(),
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let mut model = model(variant, &LoadOptions::cpu());
-    model.set_residency(residency);
+    model.set_checkpointing(checkpointing);
     let mut trained = model.parts();
     trained.retain(|part| part.id == "transformer");
-    let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    let network = AdapterNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     drop(trained);
     let start = tensors(match variant.get("model") {
         Some(_) => "parity_start_large",
@@ -135,23 +135,23 @@ const VARIANTS: [&str; 4] = ["linear", "attention", "second_attention", "large"]
 #[test]
 fn loras_match_the_reference() {
     for name in chosen(VARIANTS.to_vec()) {
-        check_lora(name, Residency::Resident);
+        check_lora(name, Checkpointing::Off);
     }
 }
 
 #[test]
 fn loras_with_gradient_checkpointing_match_the_reference() {
     for name in chosen(VARIANTS.to_vec()) {
-        check_lora(name, Residency::Checkpointed { steps: 1 });
+        check_lora(name, Checkpointing::Segments { blocks: 1 });
     }
 }
 
 #[test]
 fn full_fine_tunes_match_the_reference() {
     let report = report("full");
-    for (name, residency) in [
-        ("everything", Residency::Resident),
-        ("chosen", Residency::Checkpointed { steps: 1 }),
+    for (name, checkpointing) in [
+        ("everything", Checkpointing::Off),
+        ("chosen", Checkpointing::Segments { blocks: 1 }),
     ] {
         let variant = &report["variants"][name];
         let list = |key: &str| -> Vec<String> { serde_json::from_value(variant[key].clone()).unwrap_or_default() };
@@ -162,7 +162,7 @@ fn full_fine_tunes_match_the_reference() {
         };
         let options = LoadOptions::cpu().training(filter, TrainableFilter::Nothing);
         let mut model = model(variant, &options);
-        model.set_residency(residency);
+        model.set_checkpointing(checkpointing);
         let params = model.trained().iter().map(|(name, var)| Param {
             name: name.clone(),
             var: var.clone(),

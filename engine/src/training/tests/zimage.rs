@@ -1,12 +1,12 @@
 //! Comparison with the fixtures of `tests/reference/make_train_zimage.py`: twenty steps of LoRAs of Z-Image with diffusers and peft.
 
 use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork};
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::zimage::{ZIMAGE, ZImageModel};
 use crate::families::{LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Param};
-use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, in_portable_mode, zimage_folder};
 use crate::training::{
@@ -76,24 +76,24 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
     );
 }
 
-fn check_lora(name: &str, residency: Residency) {
+fn check_lora(name: &str, checkpointing: Checkpointing) {
     let report = std::fs::read(fixtures().join("train_zimage/report.json")).unwrap();
     let report: Value = serde_json::from_slice(&report).unwrap();
     let variant = &report["variants"][name];
-    let config = LoraConfig {
+    let config = AdapterConfig {
         rank: variant["rank"].as_u64().unwrap() as usize,
         // Has no effect: these LoRAs have no alpha.
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
         only_if_contains: serde_json::from_value(variant["targets"].clone()).unwrap_or_default(),
-        ..LoraConfig::default()
+        ..AdapterConfig::default()
     };
     let folder = zimage_folder(variant["model"] == "base");
     let mut model = ZImageModel::load(&ZIMAGE, folder.path(), &LoadOptions::cpu()).unwrap();
-    model.set_residency(residency);
+    model.set_checkpointing(checkpointing);
     let mut trained = model.parts();
-    let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    let network = AdapterNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     drop(trained);
     let found = tensors(name);
     let params = network.params();
@@ -110,13 +110,13 @@ fn check_lora(name: &str, residency: Residency) {
 
 #[test]
 fn loras_match_the_reference() {
-    check_lora("linear", Residency::Resident);
-    check_lora("attention", Residency::Checkpointed { steps: 2 });
+    check_lora("linear", Checkpointing::Off);
+    check_lora("attention", Checkpointing::Segments { blocks: 2 });
 }
 
 #[test]
 fn loras_with_gradient_checkpointing_match_the_reference() {
-    check_lora("linear", Residency::Checkpointed { steps: 1 });
+    check_lora("linear", Checkpointing::Segments { blocks: 1 });
 }
 
 in_portable_mode! {

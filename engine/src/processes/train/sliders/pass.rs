@@ -1,7 +1,7 @@
 //! The passes of a slider's step: with the adapter at a strength, and without it.
 
 use super::super::run::Run;
-use crate::adapters::{LoraHandle, LoraPass};
+use crate::adapters::{AdapterHandle, AdapterPass};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize};
 use crate::training::{LossOptions, NoiseDraw, SliderTarget, noisy_latents, slider_loss};
@@ -58,7 +58,7 @@ impl Run<'_> {
     }
 
     /// The handle of the adapter that is trained.
-    pub(super) fn slider_handle(&self) -> Result<Arc<LoraHandle>> {
+    pub(super) fn slider_handle(&self) -> Result<Arc<AdapterHandle>> {
         let handle = self.target.handle().cloned();
         handle.ok_or_else(|| EngineError::bad_input("a slider needs a `network`: it is an adapter with two directions"))
     }
@@ -66,7 +66,7 @@ impl Run<'_> {
     /// Encodes prompts without the adapter, for items of these sizes.
     pub(super) fn slider_conditioning(&mut self, prompts: &[String], sizes: &[ItemSize]) -> Result<Conditioning> {
         let handle = self.slider_handle()?;
-        let conditioning = handle.in_pass(LoraPass::inference(0.0), || self.encode_frozen(prompts))?;
+        let conditioning = handle.in_pass(AdapterPass::inference(0.0), || self.encode_frozen(prompts))?;
         let conditioning = self.model.with_sizes(conditioning, sizes)?;
         let scale = self.process.train.cfg_scale;
         match self.process.bypasses_guidance_embedding() {
@@ -83,7 +83,7 @@ impl Run<'_> {
         conditioning: &Conditioning,
     ) -> Result<Vec<Tensor>> {
         let predict = || self.model.predict(noisy, timesteps, conditioning);
-        let predicted = self.slider_handle()?.in_pass(LoraPass::inference(0.0), predict)?;
+        let predicted = self.slider_handle()?.in_pass(AdapterPass::inference(0.0), predict)?;
         Ok(predicted.iter().map(Tensor::detach).collect())
     }
 
@@ -93,7 +93,7 @@ impl Run<'_> {
         let MicroBatchNumber { step, micro } = at;
         let (seed, model) = (self.seed, &*self.model);
         for (index, pass) in passes.into_iter().enumerate() {
-            let lora = LoraPass {
+            let lora = AdapterPass {
                 strength: pass.strength,
                 dropout_seed: Some(format!("{seed}/slider-dropout/{step}/{micro}/{index}").into()),
             };

@@ -7,7 +7,7 @@
 use super::super::run::Run;
 use super::pass::{MicroBatchNumber, NoisyLatents, Pass};
 use super::targets::{Part, PromptTargets, choice};
-use crate::adapters::LoraPass;
+use crate::adapters::AdapterPass;
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize};
 use crate::pipelines::{GenerateRequest, Pipeline};
@@ -144,7 +144,7 @@ fn sample(
     // A step that is stopped is done again; gradients of earlier micro-batches would be lost.
     let mut goes_on = |_, _| at.micro > 0 || !run.stop.is_set();
     let sample = || pipeline.sample_partly(&request, steps, &mut noise, &mut goes_on);
-    let (latents, timestep) = run.slider_handle()?.in_pass(LoraPass::inference(0.0), sample)?;
+    let (latents, timestep) = run.slider_handle()?.in_pass(AdapterPass::inference(0.0), sample)?;
     Ok(NoisyLatents {
         latents: latents.iter().map(Tensor::detach).collect(),
         timesteps: vec![timestep as f32; items],

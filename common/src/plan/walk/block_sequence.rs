@@ -1,16 +1,16 @@
-//! Runs a stack of steps, with or without gradient checkpointing, as `engine/src/residency`.
+//! Runs the blocks of a model, with or without gradient checkpointing, as `engine/src/checkpointing`.
 
 use super::meter::Shaped;
 use super::tape::Walk;
 use std::rc::Rc;
 
-/// An input of a stack, or the output of one of its steps.
+/// An input of a sequence, or the output of one of its blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Value(usize);
 
 type Forward = dyn Fn(&Walk, &[Shaped]) -> Vec<Shaped>;
 
-struct Step {
+struct Block {
     inputs: Vec<Value>,
     outputs: Vec<Value>,
     forward: Rc<Forward>,
@@ -18,24 +18,24 @@ struct Step {
 
 /// The blocks of a model, in execution order.
 #[derive(Default)]
-pub(super) struct Stack {
+pub(super) struct BlockSequence {
     values: Vec<Option<Shaped>>,
-    steps: Vec<Step>,
+    blocks: Vec<Block>,
 }
 
-impl Stack {
+impl BlockSequence {
     pub(super) fn input(&mut self, tensor: Shaped) -> Value {
         self.values.push(Some(tensor));
         Value(self.values.len() - 1)
     }
 
-    pub(super) fn step(&mut self, inputs: &[Value], forward: impl Fn(&Walk, &[Shaped]) -> Shaped + 'static) -> Value {
-        let [output] = self.step_with_outputs(inputs, move |walk, inputs| vec![forward(walk, inputs)]);
+    pub(super) fn add(&mut self, inputs: &[Value], forward: impl Fn(&Walk, &[Shaped]) -> Shaped + 'static) -> Value {
+        let [output] = self.add_with_outputs(inputs, move |walk, inputs| vec![forward(walk, inputs)]);
         output
     }
 
-    /// Appends a step with several outputs.
-    pub(super) fn step_with_outputs<const N: usize>(
+    /// Appends a block with several outputs.
+    pub(super) fn add_with_outputs<const N: usize>(
         &mut self,
         inputs: &[Value],
         forward: impl Fn(&Walk, &[Shaped]) -> Vec<Shaped> + 'static,
@@ -44,7 +44,7 @@ impl Stack {
             self.values.push(None);
             Value(self.values.len() - 1)
         });
-        self.steps.push(Step {
+        self.blocks.push(Block {
             inputs: inputs.to_vec(),
             outputs: outputs.to_vec(),
             forward: Rc::new(forward),
@@ -52,24 +52,24 @@ impl Stack {
         outputs
     }
 
-    /// Runs all steps. Each tensor is freed after the last step that reads it.
+    /// Runs all blocks. Each tensor is freed after the last block that reads it.
     pub(super) fn run(mut self, walk: &Walk, checkpointed: bool, result: Value) -> Option<Shaped> {
         let mut last_use_of = vec![0; self.values.len()];
-        for (index, step) in self.steps.iter().enumerate() {
-            for value in &step.inputs {
+        for (index, block) in self.blocks.iter().enumerate() {
+            for value in &block.inputs {
                 last_use_of[value.0] = index;
             }
         }
         last_use_of[result.0] = usize::MAX;
-        for (index, step) in std::mem::take(&mut self.steps).into_iter().enumerate() {
-            let inputs = step.inputs.iter().map(|value| self.values[value.0].clone());
+        for (index, block) in std::mem::take(&mut self.blocks).into_iter().enumerate() {
+            let inputs = block.inputs.iter().map(|value| self.values[value.0].clone());
             let inputs: Vec<Shaped> = inputs.collect::<Option<_>>()?;
-            let forward = step.forward;
+            let forward = block.forward;
             let outputs = match checkpointed {
                 true => walk.checkpoint(inputs, move |walk, inputs| forward(walk, inputs)),
                 false => forward(walk, &inputs),
             };
-            for (value, output) in step.outputs.iter().zip(outputs) {
+            for (value, output) in block.outputs.iter().zip(outputs) {
                 self.values[value.0] = Some(output);
             }
             for (tensor, last_use) in self.values.iter_mut().zip(&last_use_of) {

@@ -1,7 +1,7 @@
-//! Compares checkpointed and resident runs of a small stack with the features of a model's: skip connections, an input
-//! that every step reads, steps with two outputs, a variable that two steps share, and a step that does not depend on a variable.
+//! Compares runs of a small sequence of blocks with and without checkpointing. It has what models have: skip connections, an input
+//! that every block reads, blocks with two outputs, a variable that two blocks share, and a block that does not depend on a variable.
 
-use super::{Residency, Stack};
+use super::{BlockSequence, Checkpointing};
 use crate::autograd::{Gradients, gradients};
 use candle_core::{DType, Device, Tensor, Var};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ struct Toy {
     vars: Vec<Var>,
     input: Var,
     shared: Var,
-    /// The number of step executions.
+    /// How often blocks ran.
     runs: Arc<AtomicUsize>,
 }
 
@@ -31,7 +31,7 @@ impl Toy {
         }
     }
 
-    fn forward(&self, residency: Residency, train: bool) -> Tensor {
+    fn forward(&self, checkpointing: Checkpointing, train: bool) -> Tensor {
         let tensor = |v: &Var| {
             if train {
                 v.as_tensor().clone()
@@ -39,44 +39,44 @@ impl Toy {
                 v.as_tensor().detach()
             }
         };
-        let mut stack = Stack::new();
-        let mut x = stack.input(tensor(&self.input));
-        let shared = stack.input(tensor(&self.shared));
-        let constant = stack.input(random(12, &[3, 6]));
+        let mut sequence = BlockSequence::new();
+        let mut x = sequence.input(tensor(&self.input));
+        let shared = sequence.input(tensor(&self.shared));
+        let constant = sequence.input(random(12, &[3, 6]));
         let mut skips = Vec::new();
         for i in 0..4 {
             let (w, runs) = (tensor(&self.vars[i % 3]), Arc::clone(&self.runs));
-            x = stack.step(format!("down {i}"), [x, shared], move |[x, shared]| {
+            x = sequence.add(format!("down {i}"), [x, shared], move |[x, shared]| {
                 runs.fetch_add(1, Ordering::Relaxed);
                 x.matmul(&w)?.broadcast_mul(&shared.tanh()?)?.tanh()
             });
             skips.push(x);
         }
-        let plain = stack.step("plain", [constant], |[constant]| constant.sqr());
-        x = stack.step("mixed", [x, plain], |[x, plain]| x + plain);
+        let plain = sequence.add("plain", [constant], |[constant]| constant.sqr());
+        x = sequence.add("mixed", [x, plain], |[x, plain]| x + plain);
         // Two streams, of which the second one is also read by a step that nobody reads.
-        let [image, text] = stack.step_with_outputs("double", [x, shared], |[x, shared]| {
+        let [image, text] = sequence.add_with_outputs("double", [x, shared], |[x, shared]| {
             Ok([x.tanh()?, x.broadcast_add(shared)?.sin()?])
         });
-        let [image, text] = stack.step_with_outputs("double again", [image, text], |[image, text]| {
+        let [image, text] = sequence.add_with_outputs("double again", [image, text], |[image, text]| {
             Ok([(image * text)?, (text + image)?])
         });
-        stack.step("ignored", [text], |[text]| text.exp());
-        x = stack.step("joined", [image, text], |[image, text]| image + text);
+        sequence.add("ignored", [text], |[text]| text.exp());
+        x = sequence.add("joined", [image, text], |[image, text]| image + text);
         for (i, skip) in skips.into_iter().rev().enumerate() {
             let (w, runs) = (tensor(&self.vars[3 - i % 2]), Arc::clone(&self.runs));
-            x = stack.step(format!("up {i}"), [x, skip, shared], move |[x, skip, shared]| {
+            x = sequence.add(format!("up {i}"), [x, skip, shared], move |[x, skip, shared]| {
                 runs.fetch_add(1, Ordering::Relaxed);
                 ((x.matmul(&w)? * skip)? + x.broadcast_add(shared)?)?.tanh()
             });
         }
-        let unread = stack.input(tensor(&self.shared));
-        stack.step("unread", [unread], |[x]| x.exp());
-        stack.run(residency, x).unwrap()
+        let unread = sequence.input(tensor(&self.shared));
+        sequence.add("unread", [unread], |[x]| x.exp());
+        sequence.run(checkpointing, x).unwrap()
     }
 
-    fn grads(&self, residency: Residency) -> (f32, Vec<Tensor>) {
-        let (loss, grads) = gradients(|| self.forward(residency, true).sqr()?.mean_all()).unwrap();
+    fn grads(&self, checkpointing: Checkpointing) -> (f32, Vec<Tensor>) {
+        let (loss, grads) = gradients(|| self.forward(checkpointing, true).sqr()?.mean_all()).unwrap();
         (loss.to_scalar().unwrap(), self.gradients_of_all(&grads))
     }
 
@@ -97,12 +97,12 @@ fn gap(a: &Tensor, b: &Tensor) -> f64 {
 #[test]
 fn recomputing_changes_neither_loss_nor_gradients() {
     let toy = Toy::new();
-    let (loss, grads) = toy.grads(Residency::Resident);
-    for steps in [0, 1, 2, 3, 4, 7, 100] {
-        let (recomputed_loss, recomputed_grads) = toy.grads(Residency::Checkpointed { steps });
-        assert_eq!(loss, recomputed_loss, "{steps} steps together");
+    let (loss, grads) = toy.grads(Checkpointing::Off);
+    for blocks in [0, 1, 2, 3, 4, 7, 100] {
+        let (recomputed_loss, recomputed_grads) = toy.grads(Checkpointing::Segments { blocks });
+        assert_eq!(loss, recomputed_loss, "{blocks} blocks together");
         for (a, b) in recomputed_grads.iter().zip(&grads) {
-            assert!(gap(a, b) < 1e-6, "{steps} steps together: {}", gap(a, b));
+            assert!(gap(a, b) < 1e-6, "{blocks} blocks together: {}", gap(a, b));
         }
     }
 }
@@ -110,9 +110,9 @@ fn recomputing_changes_neither_loss_nor_gradients() {
 #[test]
 fn without_a_tape_nothing_is_recomputed_and_candles_backward_pass_works() {
     let toy = Toy::new();
-    let (_, grads) = toy.grads(Residency::Resident);
+    let (_, grads) = toy.grads(Checkpointing::Off);
     let before = toy.runs.load(Ordering::Relaxed);
-    let loss = toy.forward(Residency::checkpointing(true), true);
+    let loss = toy.forward(Checkpointing::each_block(true), true);
     let store = loss.sqr().unwrap().mean_all().unwrap().backward().unwrap();
     assert_eq!(toy.runs.load(Ordering::Relaxed) - before, 8);
     let all = toy.vars.iter().chain([&toy.input, &toy.shared]);
@@ -122,14 +122,14 @@ fn without_a_tape_nothing_is_recomputed_and_candles_backward_pass_works() {
 }
 
 #[test]
-fn steps_run_again_only_if_a_tensor_is_trainable() {
+fn blocks_run_again_only_if_a_tensor_is_trainable() {
     let toy = Toy::new();
     let runs = |f: &dyn Fn()| {
         let before = toy.runs.load(Ordering::Relaxed);
         f();
         toy.runs.load(Ordering::Relaxed) - before
     };
-    let train = |on| Residency::checkpointing(on);
+    let train = |on| Checkpointing::each_block(on);
     assert_eq!(runs(&|| drop(toy.grads(train(false)))), 8);
     assert_eq!(runs(&|| drop(toy.grads(train(true)))), 16);
     assert_eq!(runs(&|| drop(toy.forward(train(true), false))), 8);
@@ -137,18 +137,18 @@ fn steps_run_again_only_if_a_tensor_is_trainable() {
 }
 
 #[test]
-fn an_error_of_a_recomputed_step_names_the_step() {
+fn an_error_of_a_recomputed_block_names_the_block() {
     let count = AtomicUsize::new(0);
     let var = Var::from_tensor(&random(0, &[2])).unwrap();
-    let mut stack = Stack::new();
-    let x = stack.input(var.as_tensor().clone());
-    let y = stack.step("blocks.3", [x], move |[x]| {
+    let mut sequence = BlockSequence::new();
+    let x = sequence.input(var.as_tensor().clone());
+    let y = sequence.add("blocks.3", [x], move |[x]| {
         match count.fetch_add(1, Ordering::Relaxed) {
             0 => x.sqr(),
             _ => candle_core::bail!("out of memory"),
         }
     });
-    let error = gradients(|| stack.run(Residency::checkpointing(true), y)?.sum_all());
+    let error = gradients(|| sequence.run(Checkpointing::each_block(true), y)?.sum_all());
     let error = error.unwrap_err().to_string();
     assert!(error.contains("out of memory") && error.contains("blocks.3"), "{error}");
 }
@@ -156,5 +156,5 @@ fn an_error_of_a_recomputed_step_names_the_step() {
 crate::testing::in_portable_mode! {
     recomputing_changes_neither_loss_nor_gradients,
     without_a_tape_nothing_is_recomputed_and_candles_backward_pass_works,
-    steps_run_again_only_if_a_tensor_is_trainable,
+    blocks_run_again_only_if_a_tensor_is_trainable,
 }

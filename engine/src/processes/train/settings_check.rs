@@ -1,0 +1,110 @@
+//! Checks the settings of a training that depend on the model: from its configs, names and shapes, before anything is loaded.
+
+use super::{objective, target};
+use crate::adapters::AdapterFile;
+use crate::error::Result;
+use crate::families;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::model_files::PartPaths;
+use std::path::Path;
+
+/// Checks that a training can start on a model: what the model predicts fits the options of the loss, the network has layers to train, and
+/// the whole model can be saved in the format of the config. `parts`: where parts come from that `model` does not have. `ranks_file`: the
+/// file of `network.pretrained_lora_path`, if it is there.
+///
+/// # Errors
+/// The error with which the training would end after loading the model.
+pub fn check_settings(
+    process: &TrainerProcess,
+    model: &Path,
+    parts: &PartPaths,
+    ranks_file: Option<&Path>,
+) -> Result<()> {
+    let mut model = families::layout(model, process.model.arch.name, parts)?;
+    objective::objective(process, &*model)?;
+    let takes_ranks = process
+        .network
+        .as_ref()
+        .is_some_and(|network| network.ranks_of_pretrained_lora);
+    let ranks_file = ranks_file
+        .filter(|_| takes_ranks)
+        .map(AdapterFile::open_layout)
+        .transpose()?;
+    // Without the file its ranks are not known.
+    if takes_ranks && ranks_file.is_none() {
+        return Ok(());
+    }
+    target::check(process, &mut *model, ranks_file.as_ref())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::check_settings;
+    use crate::testing::fixtures;
+    use aitk_common::job::arch::ArchName;
+    use aitk_common::job::network::NetworkConfig;
+    use aitk_common::job::process::TrainerProcess;
+    use aitk_common::job::save::SaveFormat;
+    use aitk_common::job::train::LossTarget;
+    use aitk_common::job::values::OneOrMany;
+    use aitk_common::model_files::PartPaths;
+
+    fn check(arch: ArchName, folder: &str, change: impl Fn(&mut TrainerProcess)) -> Result<(), String> {
+        let mut process = TrainerProcess::default();
+        process.model.arch.name = arch;
+        process.network = Some(NetworkConfig::default());
+        change(&mut process);
+        let model = fixtures().join(folder);
+        check_settings(&process, &model, &PartPaths::default(), None).map_err(|error| error.to_string())
+    }
+
+    fn refused(arch: ArchName, folder: &str, message: &str, change: impl Fn(&mut TrainerProcess)) {
+        let error = check(arch, folder, change).unwrap_err();
+        assert!(error.contains(message), "{error}");
+    }
+
+    fn without(layers: &str) -> impl Fn(&mut TrainerProcess) {
+        let network = NetworkConfig {
+            network_kwargs: aitk_common::job::network::NetworkKwargs {
+                only_if_contains: Some(OneOrMany(vec![layers.to_owned()])),
+                ..Default::default()
+            },
+            ..NetworkConfig::default()
+        };
+        move |process| process.network = Some(network.clone())
+    }
+
+    /// `tiny_sd21` says `v_prediction` in its scheduler config, which no key of the config does.
+    #[test]
+    fn options_of_the_loss_are_compared_with_what_the_model_predicts() {
+        let correct = |process: &mut TrainerProcess| process.train.correct_pred_norm = true;
+        let source = |process: &mut TrainerProcess| process.train.loss_target = LossTarget::Source;
+        check(ArchName::Sd1, "tiny_sd", correct).unwrap();
+        check(ArchName::Sd1, "tiny_sd", source).unwrap();
+        refused(ArchName::Sd2, "tiny_sd21", "train.correct_pred_norm: ", correct);
+        refused(ArchName::Sd2, "tiny_sd21", "train.loss_target: ", source);
+    }
+
+    #[test]
+    fn a_network_needs_a_layer() {
+        for (arch, folder) in [(ArchName::Sd1, "tiny_sd"), (ArchName::Flux, "tiny_flux")] {
+            check(arch, folder, |_| ()).unwrap();
+            refused(arch, folder, "no layer is left to train", without("no_such_layer"));
+        }
+    }
+
+    #[test]
+    fn whole_transformers_are_saved_as_folders() {
+        let whole = |process: &mut TrainerProcess| process.network = None;
+        let as_folder = |process: &mut TrainerProcess| {
+            process.network = None;
+            process.save.save_format = SaveFormat::Diffusers;
+        };
+        check(ArchName::Sd1, "tiny_sd", whole).unwrap();
+        for (arch, folder) in [(ArchName::Flux, "tiny_flux"), (ArchName::Sd3, "tiny_sd35")] {
+            refused(arch, folder, "save.save_format: ", whole);
+            check(arch, folder, as_folder).unwrap();
+        }
+    }
+}
