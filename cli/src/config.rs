@@ -66,7 +66,7 @@ pub fn read(ui: &Ui, config: &Path, directory: &Path, options: ReadOptions<'_>) 
     Ok(loaded)
 }
 
-/// As [`read`], with options. Returns the warnings instead of printing them.
+/// As [`read`], but returns the warnings instead of printing them.
 ///
 /// # Errors
 /// As [`read`].

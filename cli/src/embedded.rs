@@ -98,7 +98,7 @@ pub async fn find_devices(wanted: Option<&str>) -> Result<Vec<Device>, Failure> 
         .map_err(|error| Failure::usage(format!("{error}")))?;
     let found = tokio::task::spawn_blocking(devices)
         .await
-        .map_err(|error| Failure::new(Exit::Runner, format!("looking for devices failed: {error}")))?;
+        .map_err(|error| Failure::new(Exit::Internal, format!("looking for devices failed: {error}")))?;
     choose(found, &choice).map_err(|error| {
         Failure::new(Exit::NothingFits, error.to_string()).hint("`aitk doctor` lists the devices of this machine")
     })
@@ -120,7 +120,7 @@ pub struct EmbeddedCluster {
 
 /// What a worker offers to jobs.
 #[derive(Clone, Debug)]
-pub struct WorkerOffer {
+pub struct WorkerResources {
     /// The devices to compute on.
     pub devices: Vec<Device>,
     /// Programs that jobs may run as extensions: `NAME=/PATH/OF/PROGRAM`.
@@ -148,7 +148,7 @@ impl EmbeddedCluster {
         worker_dir: Option<&Path>,
         hub_folder: Option<PathBuf>,
         name: Option<&str>,
-        offer: WorkerOffer,
+        offer: WorkerResources,
         ca_file: Option<&Path>,
         server_options: Option<ServerOptions>,
     ) -> Result<Self, Failure> {
@@ -190,7 +190,7 @@ impl EmbeddedCluster {
                     name.clone_into(&mut config.name);
                 }
                 let worker = aitk_worker::start(config).await;
-                Some(worker.map_err(|error| Failure::new(Exit::Runner, crate::failure::chain(&error)))?)
+                Some(worker.map_err(|error| Failure::new(Exit::Internal, crate::failure::chain(&error)))?)
             }
         };
         Ok(Self {
@@ -209,7 +209,7 @@ impl EmbeddedCluster {
         let mut status = worker.status();
         let refused = |why: &str| {
             Failure::new(
-                Exit::Runner,
+                Exit::Internal,
                 format!("the worker could not register with the coordinator: {why}"),
             )
         };

@@ -26,7 +26,7 @@ pub enum Exit {
     /// The time of `--timeout` has passed.
     TimedOut = 124,
     /// aitk itself failed, not the job.
-    Runner = 125,
+    Internal = 125,
     /// Ctrl-C.
     Interrupted = 130,
     /// A second Ctrl-C: killed without saving.
@@ -56,7 +56,7 @@ impl Exit {
         (Self::NothingFits, "no machine can run the job"),
         (Self::TimedOut, "the time of --timeout has passed"),
         (
-            Self::Runner,
+            Self::Internal,
             "aitk failed, not the job (worker lost, storage unreachable)",
         ),
         (

@@ -22,7 +22,6 @@ pub mod extensions;
 pub mod failure;
 pub mod follow;
 pub mod hub_push;
-pub mod job_file;
 pub mod log_formatter;
 pub mod members;
 pub mod notify;
@@ -33,6 +32,7 @@ pub mod run_folder;
 pub mod sd_scripts;
 pub mod settings;
 pub mod step_history;
+pub mod submission_data;
 pub mod sweep;
 #[cfg(feature = "embedded")]
 pub mod thorough;

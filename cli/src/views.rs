@@ -46,7 +46,7 @@ pub fn job_exit(job: &JobView) -> Exit {
                 .last()
                 .is_some_and(|attempt| attempt.state == AttemptState::Lost) =>
         {
-            Exit::Runner
+            Exit::Internal
         }
         JobState::Queued | JobState::Running | JobState::Stopping | JobState::Failed => Exit::Failed,
     }
@@ -439,8 +439,8 @@ mod tests {
             line,
             "the-box-under-the-desk confines nothing; not files, network, syscalls, limits"
         );
-        confinement.files = Protection::by("Landlock ABI 7");
-        confinement.network = Protection::by("seccomp");
+        confinement.files = Protection::enforced_by("Landlock ABI 7");
+        confinement.network = Protection::enforced_by("seccomp");
         confined.confinement = Some(confinement);
         let line = confinement_line(&confined).unwrap();
         assert_eq!(
@@ -486,7 +486,7 @@ mod tests {
         let mut lost = job("a", "a", JobState::Failed, 0);
         assert_eq!(job_exit(&lost), Exit::Failed);
         lost.attempts.push(attempt(AttemptState::Lost));
-        assert_eq!(job_exit(&lost), Exit::Runner);
+        assert_eq!(job_exit(&lost), Exit::Internal);
         assert_eq!(job_exit(&job("a", "a", JobState::Stopped, 0)), Exit::Terminated);
         assert_eq!(job_exit(&job("a", "a", JobState::Completed, 0)), Exit::Ok);
     }

@@ -15,7 +15,7 @@ pub struct Protection {
 impl Protection {
     /// An enforced protection.
     #[must_use]
-    pub fn by(what: impl Into<String>) -> Self {
+    pub fn enforced_by(what: impl Into<String>) -> Self {
         Self {
             in_force: true,
             by: what.into(),
@@ -103,9 +103,9 @@ mod tests {
     fn the_display_text_names_missing_protections() {
         let mut confinement = Confinement::none("this system has no Landlock");
         assert!(!confinement.holds());
-        confinement.files = Protection::by("Landlock ABI 7");
+        confinement.files = Protection::enforced_by("Landlock ABI 7");
         assert!(!confinement.holds());
-        confinement.network = Protection::by("seccomp");
+        confinement.network = Protection::enforced_by("seccomp");
         assert!(confinement.holds());
         let text = confinement.to_string();
         assert!(

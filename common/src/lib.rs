@@ -11,8 +11,6 @@ pub mod caption_metadata;
 pub mod checkpoint;
 pub mod confinement;
 pub mod control_plane;
-#[cfg(feature = "plot")]
-pub mod event_file;
 pub mod fsutil;
 pub mod gguf;
 pub mod hash;
@@ -31,5 +29,7 @@ pub mod step_metrics;
 #[cfg(feature = "storage")]
 pub mod storage;
 pub mod telemetry;
+#[cfg(feature = "plot")]
+pub mod tensorboard;
 #[cfg(feature = "webhook")]
 pub mod webhook;

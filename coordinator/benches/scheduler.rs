@@ -12,7 +12,7 @@
 
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
-use aitk_common::control_plane::{HeldAttempt, PROTOCOL_VERSION, Registration, UnixMillis};
+use aitk_common::control_plane::{AttemptRef, PROTOCOL_VERSION, Registration, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
@@ -133,7 +133,7 @@ fn worker(number: u64) -> Event {
 struct Bench {
     state: State,
     now: UnixMillis,
-    running: VecDeque<(SessionId, HeldAttempt)>,
+    running: VecDeque<(SessionId, AttemptRef)>,
     submitted: u64,
 }
 

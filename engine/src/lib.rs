@@ -1,7 +1,9 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
 //! It uses no network and no async runtime. Imports run one way: `processes` -> `training`, `pipelines` ->
-//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `checkpointing`, `nn` -> `autograd`, `weights`, `cuda_kernels` -> `quant`, `device`, `error`, `rng`.
+//! `adapters`, `optim`, `data` -> `families` -> `samplers`, `models` -> `checkpointing`, `nn` -> `autograd`, `weights`, `cuda_kernels` -> `quant`,
+//! `image_io`, `svd`, `media`, `device`, `error`, `rng`. `training` is the mathematics of a step; `processes/train` is the run: folder, loop,
+//! checkpoints, saves, samples.
 
 pub mod adapters;
 pub mod autograd;

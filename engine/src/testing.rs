@@ -50,8 +50,8 @@ pub(crate) use with_emulated_kernels;
 
 /// The cases that a test compares: every eighth, and in portable mode, which is slow, every sixteenth. The first is always
 /// among them. `AITK_ALL_CASES=1`, which `.ci/run` sets, compares all in both modes.
-pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {
-    if are_all_chosen() {
+pub(crate) fn sampled_cases<T>(cases: Vec<T>) -> Vec<T> {
+    if runs_all_cases() {
         return cases;
     }
     let every = if crate::device::portable::is_portable() { 16 } else { 8 };
@@ -59,16 +59,16 @@ pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {
 }
 
 /// Whether a long test, for example one that trains until its effect is seen, is left out: `AITK_ALL_CASES=1`, which `.ci/run` sets, runs it.
-pub(crate) fn is_left_out() -> bool {
-    let is_left_out = !are_all_chosen();
-    if is_left_out {
+pub(crate) fn skips_long_tests() -> bool {
+    let skips_long_tests = !runs_all_cases();
+    if skips_long_tests {
         println!("left out: AITK_ALL_CASES=1 runs this test");
     }
-    is_left_out
+    skips_long_tests
 }
 
 /// Whether tests with many cases shall compare all of them.
-pub(crate) fn are_all_chosen() -> bool {
+pub(crate) fn runs_all_cases() -> bool {
     std::env::var_os("AITK_ALL_CASES").is_some()
 }
 
@@ -181,7 +181,7 @@ pub(crate) fn sd35_without_t5() -> tempfile::TempDir {
 }
 
 /// tiny_zimage with the VAE of tiny_flux; for the base model with the files of tiny_zimage_base, which lacks the embedding of the
-/// time step.
+/// timestep.
 pub(crate) fn zimage_folder(is_base: bool) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let (turbo, base) = (fixtures().join("tiny_zimage"), fixtures().join("tiny_zimage_base"));

@@ -40,7 +40,7 @@ fn are_few() -> bool {
 }
 
 /// Whether a test is left out. `AITK_ALL_CASES=1`, which `.ci/run` sets, runs it.
-fn is_left_out() -> bool {
+fn skips_long_tests() -> bool {
     if are_few() {
         println!("left out: AITK_ALL_CASES=1 runs this test");
     }
@@ -159,7 +159,7 @@ fn predictions_for_cuda_are_those_of_emulated_kernels() {
 
 #[test]
 fn predictions_of_transformers_for_gpus_are_those_of_portable_mode() {
-    if is_left_out() {
+    if skips_long_tests() {
         return;
     }
     alone(|| {
@@ -192,7 +192,7 @@ fn predictions_of_transformers_for_cpus_are_what_the_kernels_take() {
 
 #[test]
 fn predictions_of_steps_with_other_adapters_are_what_they_take() {
-    if is_left_out() {
+    if skips_long_tests() {
         return;
     }
     alone(|| {

@@ -67,7 +67,7 @@ shifted = FlowMatchEulerDiscreteScheduler(shift=3.0)
 shifted.set_timesteps(1000)
 chosen = [shifted.timesteps[100], shifted.timesteps[970]]
 show(f"stepped, shifted", lambda x, p: stepped(x, p, chosen, shifted.timesteps, shifted.sigmas))
-print("// shifted time steps:", [t.item() for t in chosen])
+print("// shifted timesteps:", [t.item() for t in chosen])
 
 x = inputs()
 g = torch.Generator("cpu").manual_seed(12)

@@ -81,7 +81,7 @@ def unet_case(name, unet, shape, timesteps, context, seed, weights, exact=False)
 
 def unet_fixtures(pipe):
     unet_case("unet_tiny", pipe.unet, (2, 4, 16, 16), torch.tensor([1, 981]), (77, 32), 20, False)
-    # Sizes that are not multiples of the down-sampling, and a fraction of a time step.
+    # Sizes that are not multiples of the down-sampling, and a fraction of a timestep.
     unet_case("unet_tiny_odd", pipe.unet, (1, 4, 11, 13), torch.tensor([500.25]), (77, 32), 30, False)
     # As SD 2.x: heads per block, linear projections, three levels, two layers per block.
     unet = UNet2DConditionModel(

@@ -1,7 +1,7 @@
 """Fixtures for the parts of FLUX.1 -> tests/fixtures/models/{flux,flux_vae}.safetensors and flux_tokens.json.
 
 The weights are those of tiny_flux and tiny_flux_schnell. Inputs are stored as FluxPipeline passes them: latents before they are packed,
-time steps from 0 to 1000 (the pipeline divides them by 1000), and no attention mask for T5's padding.
+timesteps from 0 to 1000 (the pipeline divides them by 1000), and no attention mask for T5's padding.
 """
 
 import json
@@ -146,7 +146,7 @@ def transformer_case(pipe, seed, shape, text, times, guidance):
     return tensors, details
 
 
-# The shape of the latents, text tokens, time steps, guidance. "one" has one token of each kind.
+# The shape of the latents, text tokens, timesteps, guidance. "one" has one token of each kind.
 CASES = {
     "square": ((1, 16, 8, 8), 24, [700.0], [3.5]),
     "wide": ((2, 16, 6, 14), 11, [1000.0, 31.25], [3.5, 1.0]),

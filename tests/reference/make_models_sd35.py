@@ -1,7 +1,7 @@
 """Fixtures for the parts of Stable Diffusion 3.5 -> tests/fixtures/models/sd35.safetensors and full_size_names_sd35_*.txt.
 
 The weights are those of tiny_sd35 (medium, with a second attention) and tiny_sd35_large. Inputs are stored as StableDiffusion3Pipeline passes
-them: latents, and time steps from 0 to 1000. The cases are drawn with a seed. The arithmetic is float64, except in the text encoders.
+them: latents, and timesteps from 0 to 1000. The cases are drawn with a seed. The arithmetic is float64, except in the text encoders.
 "text/second" has the tokens of both CLIPs alone.
 
 `<model>/<case>/grad.<name>` has each `EVERY`th number of the gradient of a weight.
@@ -23,7 +23,7 @@ POOLED = tiny_sd35.CLIP_WIDTHS[0] + tiny_sd35.PROJECTION
 
 
 def cases(seed, positions):
-    """Names, shapes of latents, text tokens, time steps and left out blocks."""
+    """Names, shapes of latents, text tokens, timesteps and left out blocks."""
     draw = random.Random(seed)
     for number in range(4):
         batch = draw.choice([1, 2])

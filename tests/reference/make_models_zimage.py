@@ -2,7 +2,7 @@
 full_size_names_zimage.txt.
 
 The weights are those of tiny_zimage and tiny_zimage_base, and for a second shape of Qwen3 stored here (`weights.`). Inputs of the
-transformer are as ZImagePipeline has them before it converts them: time steps from 0 to 1000, of which the transformer gets
+transformer are as ZImagePipeline has them before it converts them: timesteps from 0 to 1000, of which the transformer gets
 (1000 - t) / 1000, and a velocity that is minus what the transformer returns. `context` has the captions' features, filled up with zeros
 behind `lengths`.
 """
@@ -110,7 +110,7 @@ def transformer_case(model, seed, shape, lengths, times):
     return tensors, {key: value for key, value in grads.items() if key.startswith("grad.") and value.numel() <= 1024}
 
 
-# The shape of the latents, tokens of each caption, time steps. Images of 16, 35 and 32 tokens, and of one.
+# The shape of the latents, tokens of each caption, timesteps. Images of 16, 35 and 32 tokens, and of one.
 CASES = {
     "turbo": {
         "square": ((1, 16, 8, 8), [21], [700.0]),

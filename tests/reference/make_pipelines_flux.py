@@ -119,7 +119,7 @@ def generate(case, parts, config):
         options["negative_prompt"] = [case["negative"]] * len(case["prompts"])
     if "image" in case:
         # The strength is a share of the steps, as in pipelines that let Heun's scheduler choose its sigmas (Stable Diffusion 3); here
-        # the pipeline would count the time steps, of which Heun's method has two for a step.
+        # the pipeline would count the timesteps, of which Heun's method has two for a step.
         given = pipe.get_timesteps
         pipe.get_timesteps = lambda steps, strength, device: given(case["steps"], strength, device)
         options |= {"image": Image.fromarray(make_image(*case["image"], 5)), "strength": case["strength"]}

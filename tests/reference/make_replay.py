@@ -2,7 +2,7 @@
 
 Seven images of many sizes (two buckets, both with a short last batch) train a LoRA for 14 steps on the tiny model. Every
 input is made again here from docs/randomness.md and ai-toolkit's bucketing: bucket, scaled
-and cut pixels, the noise of the VAE's posterior, batches and their order, captions, first weights, noise, time steps.
+and cut pixels, the noise of the VAE's posterior, batches and their order, captions, first weights, noise, timesteps.
 
 The job runs twice, in float32 and in float64 (every operation of the networks and of AdamW). AdamW divides a gradient by its
 own size, so where a gradient is all rounding a weight goes anywhere; what float32 differs from float64 is what rounding
@@ -121,7 +121,7 @@ def batches(keys):
 
 
 def draw(g, x):
-    """The time steps and the noise of a micro-batch, and the latents that get it."""
+    """The timesteps and the noise of a micro-batch, and the latents that get it."""
     t = 999 - torch.randint(0, 1000, (BATCH,), generator=g)
     return t, torch.randn(x.shape, generator=g), x
 
@@ -131,7 +131,7 @@ def plain_loss(step):
 
 
 def train(dtype, latents, keys, captions=CAPTIONS, kept=None, multiplier=1.0, draw=draw, loss_of=plain_loss):
-    """Trains the LoRA. `kept`: for each item the prompt of its preservation loss. `draw(generator, latents)`: time steps, noise and
+    """Trains the LoRA. `kept`: for each item the prompt of its preservation loss. `draw(generator, latents)`: timesteps, noise and
     latents. `loss_of(step)`: the loss. Returns the first weights, the loss of each step, its preservation loss, the last weights."""
     pipe = StableDiffusionPipeline.from_pretrained(TINY_SD, safety_checker=None)
     unet, encoder = pipe.unet, pipe.text_encoder

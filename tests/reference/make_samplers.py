@@ -2,7 +2,7 @@
 
     python tests/reference/make_samplers.py [OUT_DIR]        (default: tests/fixtures/samplers)
 
-The pretend model is tanh(0.7 * input) + 0.01 * t / 1000. Written are the time steps, the first sample (noise), and the
+The pretend model is tanh(0.7 * input) + 0.01 * t / 1000. Written are the timesteps, the first sample (noise), and the
 sample after each step, in f32. Of the samplers of `SMALL_CLASSES` the tensors of all cases lie one after the other, and the cases give what
 differs from `SMALL`.
 """

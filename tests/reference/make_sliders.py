@@ -184,7 +184,7 @@ class Data:
             return ((posterior.mean + posterior.std * noise) * pipe.vae.config.scaling_factor)[0]
 
     def batch(self, step):
-        """Latents, those of the negatives, noise, time steps, captions."""
+        """Latents, those of the negatives, noise, timesteps, captions."""
         order = torch.randperm(len(self.made), generator=generator(f"{SEED}/epoch/{step // len(self.made)}/0"))
         items = self.made[order[step % len(self.made)]]
         x = torch.stack([self.latents[i] for i in items])

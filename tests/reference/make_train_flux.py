@@ -1,7 +1,7 @@
 """LoRA training and full fine-tunes of FLUX.1 by diffusers and peft, as ai-toolkit trains it -> tests/fixtures/train_flux/.
 
 The format is that of make_train_families.py. The noisy latents are (1 - t) * latents + t * noise, the target is noise - latents, and the
-transformer gets t = time step / 1000 and a guidance of 1. The loss is the mean of the squared difference. Latents are as the transformer
+transformer gets t = timestep / 1000 and a guidance of 1. The loss is the mean of the squared difference. Latents are as the transformer
 sees them, scaled and shifted, but not packed. LoRAs have ai-toolkit's names, without alpha, as alpha is the rank: `lora_A` is the down
 matrix. Each variant trains all linear layers of the blocks whose path contains one of its `targets`.
 

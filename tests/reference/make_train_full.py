@@ -1,6 +1,6 @@
 """Full fine-tunes by diffusers on the tiny model -> tests/fixtures/train/full.safetensors and full.json.
 
-Every variant trains the model's own weights for 20 steps, on the latents, noise, time steps and captions of
+Every variant trains the model's own weights for 20 steps, on the latents, noise, timesteps and captions of
 make_train_lora.py. The fixture holds the loss and the norm of every step, and of what every trained tensor became each
 seventh element.
 """

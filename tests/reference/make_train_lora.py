@@ -1,6 +1,6 @@
 """LoRA training by diffusers + peft on the tiny model -> tests/fixtures/train/parity_*.safetensors and parity.json.
 
-Every variant trains 20 steps on the same latents, noise, time steps and captions; the fixture holds the initial LoRA,
+Every variant trains 20 steps on the same latents, noise, timesteps and captions; the fixture holds the initial LoRA,
 the inputs (once), the loss of every step and the final LoRA under ai-toolkit's names.
 """
 import copy

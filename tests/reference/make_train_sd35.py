@@ -1,7 +1,7 @@
 """LoRA training and full fine-tunes of Stable Diffusion 3.5 by diffusers and peft, as ai-toolkit trains it -> tests/fixtures/train_sd35/.
 
 The format is that of make_train_flux.py. The noisy latents are (1 - t) * latents + t * noise, the target is noise - latents, and the transformer
-gets time steps from 0 to 1000. Latents are as the transformer sees them, scaled and shifted. LoRAs have ai-toolkit's names, without alpha, as alpha
+gets timesteps from 0 to 1000. Latents are as the transformer sees them, scaled and shifted. LoRAs have ai-toolkit's names, without alpha, as alpha
 is the rank. Each variant trains all linear layers of the blocks whose path contains one of its `targets`. `t5`: false without the third text
 encoder. `model`: tiny_sd35_large.
 

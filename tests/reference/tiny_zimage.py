@@ -1,7 +1,7 @@
 """Writes tests/fixtures/tiny_zimage: a Z-Image-Turbo pipeline with random weights, in the layout of the published repository.
 
 Also writes tests/fixtures/tiny_zimage_base: what the base model has of its own, a scheduler and a transformer of another shape. Both lack
-what other fixtures have: the VAE is that of tiny_flux, and the time step embedding of the base model, which alone has 300,000 numbers, is
+what other fixtures have: the VAE is that of tiny_flux, and the timestep embedding of the base model, which alone has 300,000 numbers, is
 that of tiny_zimage (the first of the transformer's files). `folder` makes complete folders of them. Transformers are stored in bfloat16.
 """
 

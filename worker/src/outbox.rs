@@ -7,7 +7,7 @@
 //! their number is bounded, because each sender waits for its answer.
 
 use aitk_common::attempt::Outcome;
-use aitk_common::control_plane::{Artifact, HeldAttempt, Report, ToCoordinator, UnixMillis};
+use aitk_common::control_plane::{Artifact, AttemptRef, Report, ToCoordinator, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch};
 use std::collections::{BTreeMap, VecDeque};
@@ -69,7 +69,7 @@ pub(crate) struct Outbox {
 
 impl Outbox {
     /// Creates the queue of an attempt.
-    pub(crate) fn open(&mut self, held: &HeldAttempt) {
+    pub(crate) fn open(&mut self, held: &AttemptRef) {
         self.queues.entry(held.attempt.clone()).or_insert_with(|| AttemptQueue {
             epoch: held.epoch,
             last_seq: 0,
@@ -115,7 +115,7 @@ impl Outbox {
             .queues
             .iter_mut()
             .find(|(_, queue)| queue.sent < queue.entries.len())?;
-        let held = HeldAttempt {
+        let held = AttemptRef {
             attempt: attempt.clone(),
             epoch: queue.epoch,
         };
@@ -303,8 +303,8 @@ mod tests {
     use aitk_common::control_plane::Progress;
     use proptest::prelude::*;
 
-    fn held() -> HeldAttempt {
-        HeldAttempt {
+    fn held() -> AttemptRef {
+        AttemptRef {
             attempt: AttemptId::new("a"),
             epoch: Epoch(3),
         }

@@ -10,7 +10,7 @@ use crate::announcement::{self, PendingAnnouncement};
 use crate::spec_file::SPEC_FILE;
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::checkpoint::Checkpoint;
-use aitk_common::control_plane::{HeldAttempt, OfferedCheckpoint};
+use aitk_common::control_plane::{AttemptRef, OfferedCheckpoint};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::id::AttemptId;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ const TRASH_PREFIX: &str = "gone-";
 /// The record that is stored beside a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct CheckpointRecord {
-    held: HeldAttempt,
+    held: AttemptRef,
     step: u64,
     bytes: u64,
 }
@@ -113,7 +113,7 @@ impl UncommittedCheckpoints {
     }
 
     /// Records a new checkpoint of a running attempt, which stays pinned until it is committed.
-    pub(crate) fn add_pending(&self, held: &HeldAttempt, step: u64, pinned: &Path) {
+    pub(crate) fn add_pending(&self, held: &AttemptRef, step: u64, pinned: &Path) {
         let record = CheckpointRecord {
             held: held.clone(),
             step,
@@ -291,7 +291,7 @@ fn find_orphaned_checkpoint(folder: &Path) -> Option<(CheckpointRecord, PathBuf)
     let pins = fs::read_dir(folder.join("pins")).ok()?.flatten();
     let found = pins.filter_map(|pin| Some((Checkpoint::open(&pin.path()).ok()?.step(), pin.path())));
     let (step, path) = found.max_by_key(|(step, _)| *step)?;
-    let held = HeldAttempt {
+    let held = AttemptRef {
         attempt: spec.attempt_id,
         epoch: spec.epoch,
     };
@@ -327,8 +327,8 @@ mod tests {
         writer.commit(serde_json::Map::new()).unwrap()
     }
 
-    fn held(attempt: &str) -> HeldAttempt {
-        HeldAttempt {
+    fn held(attempt: &str) -> AttemptRef {
+        AttemptRef {
             attempt: AttemptId::new(attempt),
             epoch: Epoch(1),
         }

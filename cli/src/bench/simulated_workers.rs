@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control_plane::{
-    Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
+    Assignment, AttemptRef, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
 };
 use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
@@ -132,7 +132,7 @@ fn registration(number: usize, slow: bool) -> Registration {
 struct SimulatedWorker {
     outgoing: mpsc::Sender<v1::WorkerMessage>,
     incoming: Streaming<v1::CoordinatorMessage>,
-    attempts: HashMap<u64, HeldAttempt>,
+    attempts: HashMap<u64, AttemptRef>,
     request: u64,
     events: mpsc::Sender<WorkerEvent>,
 }
@@ -206,7 +206,7 @@ impl SimulatedWorker {
 
     async fn accept(&mut self, assignment: Assignment) -> Result<(), String> {
         self.report(WorkerEvent::Assigned(assignment.job, Instant::now())).await;
-        let held = HeldAttempt {
+        let held = AttemptRef {
             attempt: assignment.attempt,
             epoch: assignment.epoch,
         };

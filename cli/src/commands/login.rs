@@ -50,11 +50,11 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
         ),
         _ => failure,
     });
-    let read_token_from_stdin = match api {
+    let answer = match api {
         Ok(api) => api.info().await,
         Err(failure) => Err(failure),
     };
-    let info = match read_token_from_stdin {
+    let info = match answer {
         Ok(info) => info,
         Err(failure) => return Err(explain_tls_mismatch(&args.server, &token, failure).await),
     };

@@ -8,10 +8,10 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
 use crate::output::format::{number, printable};
 use crate::step_history::StepHistory;
-use aitk_common::event_file::{self, EVENT_FILE};
 use aitk_common::fsutil;
 use aitk_common::job::naming;
 use aitk_common::plot::Curve;
+use aitk_common::tensorboard::{self, EVENT_FILE};
 use serde_json::json;
 use std::io::Write;
 use std::path::Path;
@@ -105,8 +105,8 @@ fn write_event_file(ui: &Ui, history: &StepHistory, folder: &Path, job: &str) ->
     let write = || -> std::io::Result<()> {
         std::fs::create_dir_all(folder.join(&history.name))?;
         fsutil::write_atomic(&path, |out| {
-            event_file::write_start(out)?;
-            event_file::write_steps(out, &history.steps)
+            tensorboard::write_start(out)?;
+            tensorboard::write_steps(out, &history.steps)
         })
         .map_err(std::io::Error::other)
     };

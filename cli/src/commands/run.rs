@@ -3,18 +3,18 @@
 use crate::args::{PUSH_MESSAGE, RunArgs};
 use crate::config::{self, ReadOptions};
 use crate::context::Context;
-use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, WorkerOffer, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, WorkerResources, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::extensions::{absolute_programs, check_allowed};
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
 use crate::hub_push::Push;
-use crate::job_file::{job_json, parameter_counts};
 use crate::notify::Notify;
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
 use crate::preflight;
+use crate::submission_data::{job_json, parameter_counts};
 use crate::trace::SubmitSpan;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
@@ -178,7 +178,7 @@ pub async fn run_embedded(
         Some(&worker_dir),
         Some(hub_folder),
         None,
-        WorkerOffer {
+        WorkerResources {
             devices: devices.clone(),
             allow_extensions: options.allow_extensions.clone(),
         },

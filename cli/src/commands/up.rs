@@ -4,7 +4,7 @@ use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::context::{Context, env};
 use crate::download::disk_failure;
-use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, WorkerOffer, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, WorkerResources, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
@@ -73,7 +73,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         worker,
         None,
         args.worker_name.as_deref(),
-        WorkerOffer {
+        WorkerResources {
             devices: devices.clone(),
             allow_extensions,
         },
@@ -129,7 +129,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         why = local.worker_ended() => {
             drop(state_file);
             local.shutdown().await;
-            return Err(Failure::new(Exit::Runner, why));
+            return Err(Failure::new(Exit::Internal, why));
         }
     };
     drop(state_file);

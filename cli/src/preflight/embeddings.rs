@@ -6,7 +6,7 @@ use crate::paths::expand;
 use aitk_common::job::JobSpec;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
-use aitk_engine::families::{LearnedWord, check_words, embedding_names};
+use aitk_engine::families::{LearnedEmbedding, check_embeddings, embedding_names};
 use aitk_engine::models::clip::word_conflict;
 use std::path::Path;
 
@@ -26,7 +26,7 @@ struct Word {
     key: String,
     /// The path of its file in the config.
     path: String,
-    learned: LearnedWord,
+    learned: LearnedEmbedding,
 }
 
 impl Word {
@@ -54,7 +54,7 @@ fn problems_of(spec: &JobSpec, index: usize, directory: &Path) -> Vec<String> {
             1 => format!("config.process[{index}].model.embedding_paths"),
             _ => format!("config.process[{index}].model.embedding_paths[{number}]"),
         };
-        let word = LearnedWord::read(&local).map_err(|error| error.to_string());
+        let word = LearnedEmbedding::read(&local).map_err(|error| error.to_string());
         let word = word.map(|learned| Word {
             key: key.clone(),
             path: path.clone(),
@@ -75,9 +75,9 @@ fn problems_of(spec: &JobSpec, index: usize, directory: &Path) -> Vec<String> {
     if !local.exists() || words.is_empty() {
         return problems;
     }
-    let learned: Vec<LearnedWord> = words.iter().map(|word| word.learned.clone()).collect();
+    let learned: Vec<LearnedEmbedding> = words.iter().map(|word| word.learned.clone()).collect();
     // A model that cannot be read has its own report.
-    let found = check_words(&local, model.arch.name, &learned).unwrap_or_default();
+    let found = check_embeddings(&local, model.arch.name, &learned).unwrap_or_default();
     for (word, problem) in words.iter().zip(found) {
         if let Some(problem) = problem {
             problems.push(

@@ -100,7 +100,7 @@ impl Report {
             name: spec.name.clone(),
             warnings,
             models: models::inspect_models(spec, directory, |_| true).await,
-            images: crate::job_file::images(spec, directory),
+            images: crate::submission_data::images(spec, directory),
             missing: super::inputs::input_problems(spec, directory),
             ..Self::default()
         };
@@ -115,7 +115,7 @@ impl Report {
         report
             .missing
             .extend(super::settings::settings_problems(spec, directory).await);
-        let counts = crate::job_file::parameter_counts(loaded, directory);
+        let counts = crate::submission_data::parameter_counts(loaded, directory);
         report.trainings = trainings(loaded, counts, directory).await;
         #[cfg(not(feature = "embedded"))]
         if !report.trainings.is_empty() {

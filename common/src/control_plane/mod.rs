@@ -12,7 +12,7 @@ mod views;
 pub use array::{ArrayCounts, ArrayView, MAX_ARRAY_MEMBERS, NewMember};
 pub use events::{Artifact, EventBody, JobEvent, Progress, Report};
 pub use forecast::{DeviceForecast, Forecast};
-pub use session::{Assignment, HeldAttempt, OfferedCheckpoint, Registration, ToCoordinator, ToWorker, Verdict};
+pub use session::{Assignment, AttemptRef, OfferedCheckpoint, Registration, ToCoordinator, ToWorker, Verdict};
 pub use state::{AttemptState, JobState};
 pub use time::UnixMillis;
 pub use views::{AttemptView, JobView, ServerInfo, Submission, SubmissionReceipt, WorkerDeviceView, WorkerView};

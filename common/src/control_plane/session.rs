@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// An attempt that a worker holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HeldAttempt {
+pub struct AttemptRef {
     /// The attempt.
     pub attempt: AttemptId,
     /// Its epoch.
@@ -41,7 +41,7 @@ pub struct Registration {
     /// Its labels.
     pub labels: BTreeMap<String, String>,
     /// Attempts whose child process runs, or whose result is not acknowledged yet.
-    pub running: Vec<HeldAttempt>,
+    pub running: Vec<AttemptRef>,
     /// How its attempts are confined; none: not reported.
     pub confinement: Option<Confinement>,
     /// Local checkpoints that it could not commit, of running and of earlier attempts.
@@ -54,7 +54,7 @@ pub struct Registration {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedCheckpoint {
     /// The attempt that made it.
-    pub held: HeldAttempt,
+    pub held: AttemptRef,
     /// Optimizer steps done.
     pub step: u64,
     /// Its size in bytes.
@@ -69,12 +69,12 @@ pub enum ToCoordinator {
     /// Renews leases.
     Heartbeat {
         /// The attempts that it holds, whose leases are renewed.
-        running: Vec<HeldAttempt>,
+        running: Vec<AttemptRef>,
     },
     /// An attempt reports.
     Event {
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// Sequence number, counted from 1 per attempt.
         seq: u64,
         /// The time by the worker's clock.
@@ -87,7 +87,7 @@ pub enum ToCoordinator {
         /// Request id, repeated in the answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The file.
         artifact: Artifact,
     },
@@ -96,7 +96,7 @@ pub enum ToCoordinator {
         /// Request id, repeated in the answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The artifact's name.
         name: String,
     },
@@ -105,7 +105,7 @@ pub enum ToCoordinator {
         /// Request id, repeated in the answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The manifest's blob.
         manifest: ContentHash,
         /// Optimizer steps done.
@@ -116,7 +116,7 @@ pub enum ToCoordinator {
         /// Request id, repeated in the answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// How it ended.
         outcome: Outcome,
     },
@@ -203,7 +203,7 @@ pub enum ToWorker {
     /// Stops an attempt.
     Stop {
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// Whether to save the state first.
         save: bool,
     },
@@ -211,14 +211,14 @@ pub enum ToWorker {
     /// [`Registration::outputs_on_request`].
     RequestOutputs {
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// What it should make.
         outputs: RequestedOutputs,
     },
     /// Ends an attempt immediately. The worker sends nothing more for it.
     Fence {
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The reason.
         reason: String,
     },

@@ -8,7 +8,7 @@ pub mod push;
 pub use environment::HubEnvironment;
 
 use crate::gguf;
-use crate::model_files::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, small_files};
+use crate::model_files::{Inventory, SMALL_FILE_BYTES, TensorShapes, Unreadable, small_files};
 use reqwest::header::RANGE;
 use reqwest::{Client, StatusCode, Url, redirect};
 use serde::Deserialize;
@@ -201,12 +201,12 @@ impl HubReader {
         repo: &str,
         url: &str,
         size: u64,
-    ) -> Result<Result<Weights, Unreadable>, HubError> {
+    ) -> Result<Result<TensorShapes, Unreadable>, HubError> {
         let mut bytes = self.read(client, repo, url, Some(0), HEADER_GUESS_BYTES).await?;
         if bytes.starts_with(gguf::MAGIC) {
-            return Ok(Weights::of_gguf(bytes.as_slice(), size));
+            return Ok(TensorShapes::of_gguf(bytes.as_slice(), size));
         }
-        let length = match Weights::safetensors_header_bytes(&bytes) {
+        let length = match TensorShapes::safetensors_header_bytes(&bytes) {
             Ok(length) => length,
             Err(error) => return Ok(Err(error)),
         };
@@ -219,7 +219,7 @@ impl HubReader {
             bytes.extend(self.read(client, repo, url, Some(have), end - have).await?);
         }
         let header = usize::try_from(end).ok().and_then(|end| bytes.get(8..end));
-        Ok(Weights::of_safetensors(header.unwrap_or_default()))
+        Ok(TensorShapes::of_safetensors(header.unwrap_or_default()))
     }
 
     /// Reads at most `limit` bytes, from offset `from` if given.

@@ -17,7 +17,7 @@ pub const MAX_RANK: u32 = 16_384;
 pub const MAX_BATCH: u32 = 65_536;
 /// Sampling steps: models are trained with as many.
 pub const MAX_SAMPLE_STEPS: u32 = 1000;
-/// Length of the time step table; models are trained with 1000.
+/// Length of the timestep table; models are trained with 1000.
 pub const MAX_TIMESTEPS: u32 = 1_000_000;
 /// How often a list of files or prompts is repeated.
 pub const MAX_REPEATS: u32 = 1_000_000;

@@ -1,4 +1,4 @@
-//! Names of losses and time step distributions in `train`.
+//! Names of losses and timestep distributions in `train`.
 
 use super::declare::choices;
 
@@ -11,7 +11,7 @@ choices! {
         Mae = "mae", Works;
         /// Over the bands of a Haar wavelet, of flow models: the same as `mse`, as this transform keeps sums of squares.
         Wavelet = "wavelet", Works;
-        /// Flow models: mean of squares of the images to which a step of the sampler leads, of 50 entries of the table of time steps.
+        /// Flow models: mean of squares of the images to which a step of the sampler leads, of 50 entries of the table of timesteps.
         Stepped = "stepped", Works;
         /// Smooth absolute value.
         PseudoHuber = "pseudo_huber", Works;
@@ -35,7 +35,7 @@ choices! {
 }
 
 choices! {
-    /// How flow models draw time steps.
+    /// How flow models draw timesteps.
     pub enum TimestepType("timestep type") {
         /// Sigmoid of a normal number.
         Sigmoid = "sigmoid", Works;

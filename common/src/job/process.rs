@@ -173,13 +173,12 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
 /// Checks the settings of a training by flow matching.
 fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
     if train.timestep_type == TimestepType::NextSample && train.next_sample_timesteps < 3 {
-        let message =
-            "expected at least 3: a step leads from one time step to another, and the last one is not trained";
+        let message = "expected at least 3: a step leads from one timestep to another, and the last one is not trained";
         report.error(join(path, "train.next_sample_timesteps"), message.to_owned());
     }
     let shiftable = matches!(train.timestep_type, TimestepType::Sigmoid | TimestepType::Linear);
     if let Some(key) = train.shifts_timesteps().filter(|_| !shiftable) {
-        let message = "only changes the time steps of `timestep_type: sigmoid` and `linear`";
+        let message = "only changes the timesteps of `timestep_type: sigmoid` and `linear`";
         report.error(join(path, &format!("train.{key}")), message.to_owned());
     }
     if train.timestep_shift_by_size && train.timestep_shift != 1.0 {

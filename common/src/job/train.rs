@@ -99,7 +99,7 @@ section! {
 
         /// Noise scheduler. Flow models need `flowmatch`.
         noise_scheduler: SamplerName = SamplerName::Ddpm, Works;
-        /// How flow models draw time steps; others ignore it.
+        /// How flow models draw timesteps; others ignore it.
         timestep_type: TimestepType = TimestepType::Sigmoid, Works;
         /// sd-scripts: the standard deviation of the normal numbers of `timestep_type: sigmoid`.
         timestep_sigmoid_scale: f64 = 1.0, Works;
@@ -110,13 +110,13 @@ section! {
         timestep_shift_by_size: bool = false, Works;
         /// Which noise levels are trained most.
         content_or_style: ContentOrStyle = ContentOrStyle::Balanced, Works;
-        /// Smallest index of the time step table that is drawn.
+        /// Smallest index of the timestep table that is drawn.
         min_denoising_steps: u32 = 0, Works;
-        /// Largest index of the time step table that is drawn.
+        /// Largest index of the timestep table that is drawn.
         max_denoising_steps: u32 = 999, Works;
-        /// Length of the time step table.
+        /// Length of the timestep table.
         num_train_timesteps: u32 = 1000, Works;
-        /// Flow models: even time steps with a bell-shaped loss weight.
+        /// Flow models: even timesteps with a bell-shaped loss weight.
         linear_timesteps: bool = false, Works;
         /// Flow models: the same with half a bell.
         linear_timesteps2: bool = false, Works;
@@ -323,7 +323,7 @@ section! {
     check = check;
 }
 
-/// The largest shift of time steps, and the largest scale of their normal numbers: beyond it, all of them are at the ends.
+/// The largest shift of timesteps, and the largest scale of their normal numbers: beyond it, all of them are at the ends.
 const MAX_TIMESTEP_FACTOR: f64 = 100.0;
 
 fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext) {
@@ -558,7 +558,7 @@ impl TrainConfig {
         (self.gradient_accumulation_steps != 1).then_some(("gradient_accumulation_steps", why))
     }
 
-    /// The first key that shifts or spreads the time steps of flow models, if one is set.
+    /// The first key that shifts or spreads the timesteps of flow models, if one is set.
     pub(super) fn shifts_timesteps(&self) -> Option<&'static str> {
         let keys = [
             (self.timestep_shift != 1.0, "timestep_shift"),

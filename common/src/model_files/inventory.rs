@@ -33,7 +33,7 @@ const PICKLE_EXTENSIONS: [&str; 7] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle
 
 /// Names and shapes of the tensors of one weights file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Weights {
+pub struct TensorShapes {
     /// Shapes by tensor name, in PyTorch's order.
     pub shapes: BTreeMap<String, Vec<u64>>,
     /// `general.architecture` of a GGUF file.
@@ -50,7 +50,7 @@ pub struct Inventory {
     /// JSON files by path.
     pub configs: BTreeMap<String, Map<String, Value>>,
     /// Headers of weights files by path.
-    pub weights: BTreeMap<String, Weights>,
+    pub weights: BTreeMap<String, TensorShapes>,
     /// The reason why it counts as a pickle file, or has weights only in pickle files.
     pub pickle: Option<String>,
     /// The reason why a file could not be read.
@@ -251,7 +251,7 @@ pub enum Unreadable {
 ///
 /// # Errors
 /// When it is damaged or has another format, which is named if its first bytes identify it.
-pub fn header_of(path: &Path) -> Result<Weights, Unreadable> {
+pub fn header_of(path: &Path) -> Result<TensorShapes, Unreadable> {
     let failed = |error: std::io::Error| Unreadable::Other(error.to_string());
     // Checked first, because opening a pipe would block.
     let info = std::fs::metadata(path).map_err(failed)?;
@@ -263,13 +263,13 @@ pub fn header_of(path: &Path) -> Result<Weights, Unreadable> {
     (&mut file).take(64).read_to_end(&mut first).map_err(failed)?;
     if first.starts_with(gguf::MAGIC) {
         file.seek(SeekFrom::Start(0)).map_err(failed)?;
-        return Weights::of_gguf(file, info.len());
+        return TensorShapes::of_gguf(file, info.len());
     }
-    let length = Weights::safetensors_header_bytes(&first)?;
+    let length = TensorShapes::safetensors_header_bytes(&first)?;
     file.seek(SeekFrom::Start(8)).map_err(failed)?;
     let mut header = Vec::new();
     file.take(length).read_to_end(&mut header).map_err(failed)?;
-    let weights = Weights::of_safetensors(&header)?;
+    let weights = TensorShapes::of_safetensors(&header)?;
     let needed = 8 + length + data_bytes(&header);
     if info.len() < needed {
         let has = info.len();
@@ -293,7 +293,7 @@ fn data_bytes(header: &[u8]) -> u64 {
     entries.values().filter_map(end).max().unwrap_or(0)
 }
 
-impl Weights {
+impl TensorShapes {
     /// Reads the length of a safetensors header: the first 8 bytes, little-endian.
     ///
     /// # Errors

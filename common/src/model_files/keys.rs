@@ -5,7 +5,7 @@
 //! writes.
 
 use super::family::{Family, ModelFileKind};
-use super::inventory::Weights;
+use super::inventory::TensorShapes;
 use crate::job::arch::ArchName;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ struct Names<'a> {
 }
 
 impl<'a> Names<'a> {
-    fn of(weights: &'a Weights) -> Self {
+    fn of(weights: &'a TensorShapes) -> Self {
         let begins = |prefix: &&&str| weights.shapes.keys().any(|name| name.starts_with(**prefix));
         let prefix = PREFIXES.iter().find(begins).copied().unwrap_or_default();
         let shapes = weights
@@ -64,7 +64,7 @@ impl<'a> Names<'a> {
 }
 
 /// Identifies a weights file.
-pub(super) fn of_file(file: &str, weights: &Weights) -> ModelFileKind {
+pub(super) fn of_file(file: &str, weights: &TensorShapes) -> ModelFileKind {
     if let Some((what, name)) = adapter(weights) {
         return ModelFileKind::Other {
             what: what.to_owned(),
@@ -142,7 +142,7 @@ pub fn is_adapter(what: &str) -> bool {
 }
 
 /// Identifies adapters by tensor names that no base model has.
-fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
+fn adapter(weights: &TensorShapes) -> Option<(&'static str, &str)> {
     for name in weights.shapes.keys() {
         if let Some((_, what)) = ADAPTERS.iter().find(|(end, _)| name.ends_with(end)) {
             return Some((what, name));
@@ -161,7 +161,7 @@ fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
 }
 
 /// Identifies U-Nets with tensor names of the original release (`ldm`) or of diffusers.
-fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
+fn unet(names: &Names<'_>, weights: &TensorShapes) -> Option<(Family, String)> {
     let ldm = names.has("input_blocks.") && names.has("output_blocks.");
     let diffusers = names.has("down_blocks.") && names.has("up_blocks.") && names.has("time_embedding.");
     if !ldm && !diffusers {
@@ -252,7 +252,7 @@ pub(super) fn input_variant(channels: Option<u64>) -> Option<&'static str> {
 }
 
 /// The required components that a single file of a Stable Diffusion family lacks.
-fn missing_components(arch: ArchName, weights: &Weights) -> Vec<&'static str> {
+fn missing_components(arch: ArchName, weights: &TensorShapes) -> Vec<&'static str> {
     let has = |prefix: &str| weights.shapes.keys().any(|name| name.starts_with(prefix));
     let vae = ("first_stage_model.", "VAE (`first_stage_model.…`)");
     let parts: &[(&str, &str)] = match arch {
@@ -441,7 +441,7 @@ fn gguf_family(architecture: &str) -> Option<(Option<Family>, &str)> {
 }
 
 /// Identifies a VAE or a text encoder without a denoiser.
-fn single_component(weights: &Weights) -> Option<(&'static str, &str)> {
+fn single_component(weights: &TensorShapes) -> Option<(&'static str, &str)> {
     const PREFIXES: [(&str, &str); 10] = [
         ("first_stage_model.", "a VAE"),
         ("encoder.down.0.", "a VAE"),

@@ -16,7 +16,7 @@ mod weights_files;
 
 pub use complete::{damaged_file, missing_files};
 pub use family::{Family, ModelFileKind};
-pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
+pub use inventory::{Inventory, SMALL_FILE_BYTES, TensorShapes, Unreadable, header_of, small_files};
 pub use json::parse_json;
 pub use keys::is_adapter;
 pub use parts::{ModelPart, ModelParts, PartFiles, PartPaths, model_part, model_parts};

@@ -6,7 +6,7 @@
 use super::families;
 use super::family::FamilySpeed;
 use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
-use super::job_memory::{Job, Task, preserves};
+use super::job_memory::{Job, WorkKind, preserves};
 use super::json::{flag, largest, number, text};
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
@@ -97,15 +97,15 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[Image
         |family| family.name.to_owned(),
     );
     let task = match kind.as_str() {
-        "train" => Task::Training,
-        "generate" | "img2_img" => Task::Generation,
+        "train" => WorkKind::Training,
+        "generate" | "img2_img" => WorkKind::Generation,
         _ => return None,
     };
     if let Some(family) = families::of(&name) {
         let job = Job::new(task, body, family, counts, batches);
         let times = match task {
-            Task::Training => number(body, "/train/steps").unwrap_or(1000.0) * accumulated(body),
-            Task::Generation => image_count(body),
+            WorkKind::Training => number(body, "/train/steps").unwrap_or(1000.0) * accumulated(body),
+            WorkKind::Generation => image_count(body),
         };
         return Some(Demand {
             family: name,
@@ -114,8 +114,8 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[Image
         });
     }
     let passes = match task {
-        Task::Training => training_passes(body),
-        Task::Generation => generation_passes(body),
+        WorkKind::Training => training_passes(body),
+        WorkKind::Generation => generation_passes(body),
     };
     Some(Demand {
         family: name,

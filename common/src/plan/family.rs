@@ -83,7 +83,7 @@ impl FamilySpeed {
 mod tests {
     use super::*;
     use crate::plan::families;
-    use crate::plan::job_memory::{Job, Task};
+    use crate::plan::job_memory::{Job, WorkKind};
     use serde_json::Value;
 
     #[test]
@@ -99,7 +99,7 @@ mod tests {
             let Some(family) = families::of(speed.name) else {
                 continue;
             };
-            let job = Job::new(Task::Generation, &Value::Null, family, None, &[]);
+            let job = Job::new(WorkKind::Generation, &Value::Null, family, None, &[]);
             let counted = job.published_pass() / 1e9;
             let name = speed.name;
             assert!(

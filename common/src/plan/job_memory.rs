@@ -21,7 +21,7 @@ use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes, sample_sizes};
 use super::shapes::ModelShapes;
 use super::walk::build::{
-    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, Weights,
+    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, WeightBytes,
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
 use crate::job::lora_containers::target_classes;
@@ -45,14 +45,14 @@ const CAPTION_TOKENS: f64 = 96.0;
 
 /// The kind of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Task {
+pub(super) enum WorkKind {
     Training,
     Generation,
 }
 
 /// A process and its model.
 pub(super) struct Job<'a> {
-    task: Task,
+    kind: WorkKind,
     body: &'a Value,
     family: &'a Family,
     shapes: ModelShapes,
@@ -70,12 +70,12 @@ struct Model {
     denoiser: Denoiser,
     vae: Vae,
     /// Of the text encoders, the denoiser and the autoencoder.
-    weights: [Weights; 3],
+    weights: [WeightBytes; 3],
 }
 
 impl<'a> Job<'a> {
     pub(super) fn new(
-        task: Task,
+        kind: WorkKind,
         body: &'a Value,
         family: &'a Family,
         counts: Option<ParameterCounts>,
@@ -98,12 +98,12 @@ impl<'a> Job<'a> {
             published.scaled([denoiser, other(counts.text, text), other(counts.vae, vae)])
         });
         Self {
-            task,
+            kind,
             body,
             family,
             shapes,
             counts,
-            is_full: task == Task::Training
+            is_full: kind == WorkKind::Training
                 && ["network", "embedding"]
                     .iter()
                     .all(|key| body.get(*key).is_none_or(Value::is_null)),
@@ -134,7 +134,7 @@ impl<'a> Job<'a> {
         let model = self.model(&MemoryOptions::default(), Backend::CPU);
         let trained = model.weights.iter().flat_map(|weights| &weights.trained);
         let (elements, state) = trained.fold((0.0, 0.0), |(elements, state), tensor| {
-            let more = self.optimizer.state_bytes(tensor.elements, tensor.means);
+            let more = self.optimizer.state_bytes(tensor.elements, tensor.factored);
             (elements + tensor.elements, state + more)
         });
         let saved = match self.shapes.has_transformer() {
@@ -147,9 +147,9 @@ impl<'a> Job<'a> {
 
     /// The dtype in which the job computes on a device of this form.
     pub(super) fn backend(&self, form: Form) -> Backend {
-        let width = match self.task {
+        let width = match self.kind {
             // A full fine-tune keeps and computes its weights in float32, or in bfloat16 with stochastic rounding.
-            Task::Training if self.is_full && !matches!(self.dtype(), Some("bf16" | "bfloat16")) => 4.0,
+            WorkKind::Training if self.is_full && !matches!(self.dtype(), Some("bf16" | "bfloat16")) => 4.0,
             _ => dtype_bytes(self.dtype()),
         };
         Backend { width, form }
@@ -157,9 +157,9 @@ impl<'a> Job<'a> {
 
     /// The name of the configured dtype.
     fn dtype(&self) -> Option<&str> {
-        match self.task {
-            Task::Training => text(self.body, "/train/dtype"),
-            Task::Generation => text(self.body, "/model/dtype"),
+        match self.kind {
+            WorkKind::Training => text(self.body, "/train/dtype"),
+            WorkKind::Generation => text(self.body, "/model/dtype"),
         }
     }
 
@@ -180,10 +180,10 @@ impl<'a> Job<'a> {
     /// Whether the U-Net and the text encoders are trained: themselves, or by an adapter.
     fn trains(&self) -> [bool; 2] {
         let key = |key: &str, usual: bool| self.body.pointer(key).and_then(Value::as_bool).unwrap_or(usual);
-        match self.task {
-            Task::Training if self.learned_vectors() > 0.0 => [false, true],
-            Task::Training => [key("/train/train_unet", true), key("/train/train_text_encoder", false)],
-            Task::Generation => [false; 2],
+        match self.kind {
+            WorkKind::Training if self.learned_vectors() > 0.0 => [false, true],
+            WorkKind::Training => [key("/train/train_unet", true), key("/train/train_text_encoder", false)],
+            WorkKind::Generation => [false; 2],
         }
     }
 
@@ -197,7 +197,7 @@ impl<'a> Job<'a> {
 
     /// Whether each save merges the network into the model.
     fn merges_network(&self) -> bool {
-        self.task == Task::Training && !self.is_full && flag(self.body, "/train/merge_network_on_save")
+        self.kind == WorkKind::Training && !self.is_full && flag(self.body, "/train/merge_network_on_save")
     }
 
     fn adapter(&self) -> Option<AdapterOptions> {
@@ -301,7 +301,7 @@ impl<'a> Job<'a> {
         };
         let counts = &self.counts;
         let mut index = 0;
-        let (mut text, mut text_weights) = (Vec::new(), Weights::default());
+        let (mut text, mut text_weights) = (Vec::new(), WeightBytes::default());
         let text_qtype = qtype(quantize_te, "/model/qtype_te");
         let stored = (counts.text_stored, counts.text);
         for (shapes, prefix) in self.shapes.text_encoders().zip(self.family.text_prefixes) {
@@ -364,18 +364,18 @@ impl<'a> Job<'a> {
         let text_phase = self
             .frees_text_encoders()
             .then(|| self.free_text_encoders(&mut model, backend));
-        let sum = |of: fn(&Weights) -> f64| model.weights.iter().map(of).sum::<f64>();
+        let sum = |of: fn(&WeightBytes) -> f64| model.weights.iter().map(of).sum::<f64>();
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
-        let (mut phases, recycled) = match self.task {
-            Task::Generation => {
+        let (mut phases, recycled) = match self.kind {
+            WorkKind::Generation => {
                 let transient = self.images(&model, &options, backend, &image_sizes(self.body, self.multiple()));
                 (vec![Phase { held: 0.0, transient }], transient)
             }
-            Task::Training => self.training(&model, &options, backend),
+            WorkKind::Training => self.training(&model, &options, backend),
         };
         let small_fraction = if self.is_full { 0.0 } else { small_fraction(&model) };
         phases.extend(text_phase);
-        if self.task == Task::Training {
+        if self.kind == WorkKind::Training {
             phases.push(self.caching_latents(&model, &options, backend));
         }
         phases.extend(self.loading(&model));
@@ -386,10 +386,10 @@ impl<'a> Job<'a> {
             recycled,
             small_fraction,
             pages_returned: options.pages_returned,
-            has_several_images: match self.task {
-                Task::Generation => image_sizes(self.body, self.multiple()).len() > 1,
+            has_several_images: match self.kind {
+                WorkKind::Generation => image_sizes(self.body, self.multiple()).len() > 1,
                 // Samples are made at the end, and usually before it.
-                Task::Training => !sample_sizes(self.body, self.multiple()).is_empty(),
+                WorkKind::Training => !sample_sizes(self.body, self.multiple()).is_empty(),
             },
         }
     }
@@ -401,7 +401,7 @@ impl<'a> Job<'a> {
             held: 0.0,
             transient: 2.0 * largest - missing,
         };
-        let all = |weights: &Weights| weights.resident + weights.quantised;
+        let all = |weights: &WeightBytes| weights.resident + weights.quantised;
         if self.shapes.has_transformer() {
             // The largest layers are not the last ones of the transformer; those of a language model are equally large.
             return vec![
@@ -436,7 +436,7 @@ impl<'a> Job<'a> {
     fn frees_text_encoders(&self) -> bool {
         let datasets = self.body.get("datasets").and_then(Value::as_array);
         let caches = |set: &Value| flag(set, "/cache_text_embeddings");
-        self.task == Task::Training
+        self.kind == WorkKind::Training
             && !self.trains()[1]
             && (flag(self.body, "/train/unload_text_encoder")
                 || flag(self.body, "/train/cache_text_embeddings")
@@ -526,7 +526,7 @@ impl<'a> Job<'a> {
     }
 }
 
-impl Weights {
+impl WeightBytes {
     fn add(&mut self, other: Self) {
         self.resident += other.resident;
         self.quantised += other.quantised;

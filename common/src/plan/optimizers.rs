@@ -4,11 +4,11 @@
 /// What an optimizer needs of memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OptimizerFacts {
-    /// Bytes of state per trained parameter, without means.
+    /// Bytes of state per trained parameter, without factored.
     pub state: f64,
     /// The same for a tensor of fewer than 4096 elements, which is not stored in 8 bits.
     pub small_state: f64,
-    /// Whether it stores row and column means instead of full moments: 4 bytes each. Tensors of one dimension have a mean of
+    /// Whether it stores row and column factored instead of full moments: 4 bytes each. Tensors of one dimension have a mean of
     /// 4 bytes per element.
     pub is_factored: bool,
     /// Whether it can update each parameter on its own, because it uses no statistics over all of them.
@@ -110,19 +110,19 @@ pub fn facts(name: &str) -> OptimizerFacts {
 }
 
 impl OptimizerFacts {
-    /// Bytes of state of one tensor. `means`: the elements of its row and column means; `None` for one dimension.
+    /// Bytes of state of one tensor. `factored`: the elements of its row and column factored; `None` for one dimension.
     #[must_use]
-    pub fn state_bytes(&self, elements: f64, means: Option<f64>) -> f64 {
+    pub fn state_bytes(&self, elements: f64, factored: Option<f64>) -> f64 {
         let plain = if elements < MIN_8BIT_ELEMENTS {
             self.small_state
         } else {
             self.state
         };
-        let means = if self.is_factored {
-            4.0 * means.unwrap_or(elements)
+        let factored = if self.is_factored {
+            4.0 * factored.unwrap_or(elements)
         } else {
             0.0
         };
-        elements * plain + means
+        elements * plain + factored
     }
 }

@@ -2,7 +2,7 @@
 
 use super::families;
 use super::family::FamilySpeed;
-use super::job_memory::{Job, Task};
+use super::job_memory::{Job, WorkKind};
 use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;
 use crate::job::sample::SampleConfig;
@@ -63,7 +63,7 @@ impl RunOutput {
         let body = serde_json::to_value(process).ok()?;
         let name = process.model.arch.name.name();
         let family = families::of(FamilySpeed::of(name)?.name)?;
-        let (trained, state, model) = Job::new(Task::Training, &body, family, counts, &[]).trained();
+        let (trained, state, model) = Job::new(WorkKind::Training, &body, family, counts, &[]).trained();
         let averaged = if process.train.ema_config.use_ema { 4.0 } else { 0.0 };
         let saved = if process.saves_whole_model() { model } else { trained };
         // With a merged network, a checkpoint also has the weights into which it was merged.

@@ -3,7 +3,7 @@
 use super::families;
 use super::family::FamilySpeed;
 use super::image_batches::ImageBatch;
-use super::job_memory::{Job, Task};
+use super::job_memory::{Job, WorkKind};
 use super::json::text;
 use super::parameter_counts::ParameterCounts;
 use super::profile::MemoryProfile;
@@ -68,8 +68,8 @@ fn phases(
 ) -> Option<PhaseBytes> {
     let (kind, body) = process.get("kind")?.as_object()?.iter().next()?;
     let task = match kind.as_str() {
-        "train" => Task::Training,
-        _ => Task::Generation,
+        "train" => WorkKind::Training,
+        _ => WorkKind::Generation,
     };
     let family = families::of(FamilySpeed::of(text(body, "/model/arch")?)?.name)?;
     let job = Job::new(task, body, family, counts, batches);

@@ -8,7 +8,7 @@ use crate::job::limits::{MAX_CAPTION_BYTES, MAX_VALIDATION_ITEMS};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// sd-scripts validates at the time steps 200, 400, 600 and 800 of 1000.
+/// sd-scripts validates at the timesteps 200, 400, 600 and 800 of 1000.
 const LEVELS: [f64; 4] = [0.2, 0.4, 0.6, 0.8];
 
 /// A folder's images, divided.

@@ -1,4 +1,4 @@
-//! Noise, time steps and the loss.
+//! Noise, timesteps and the loss.
 
 use super::report::{Import, Section, number};
 use super::script::ScriptFamily;
@@ -7,7 +7,7 @@ use serde_json::json;
 /// The number by which aitk's loss is multiplied so that it is sd-scripts'.
 pub(super) type LossFactor = f64;
 
-/// Decides the keys of `train` about noise, time steps and the loss.
+/// Decides the keys of `train` about noise, timesteps and the loss.
 pub(super) fn objective(import: &mut Import<'_>, train: &mut Section) -> LossFactor {
     match import.script.family() {
         ScriptFamily::Sd | ScriptFamily::Sdxl => diffusion(import, train),
@@ -83,7 +83,7 @@ fn flux(import: &mut Import<'_>, train: &mut Section) {
     let sampling = settings.text("timestep_sampling").unwrap_or("sigma");
     let scheme = settings.text("weighting_scheme").unwrap_or("uniform");
     if sampling == "sigma" && matches!(scheme, "logit_normal" | "mode") {
-        let advice = "aitk draws no such time steps: set timestep_sampling to sigmoid, shift, flux_shift or uniform";
+        let advice = "aitk draws no such timesteps: set timestep_sampling to sigmoid, shift, flux_shift or uniform";
         import.error("weighting_scheme", advice);
     }
     let has_levels = matches!(sampling, "uniform" | "sigma");
@@ -150,7 +150,7 @@ fn sd3(import: &mut Import<'_>, train: &mut Section) {
         if settings.whole(option).is_some_and(|value| value != usual && value != 0) {
             import.error(
                 option,
-                "aitk draws the time steps of SD3 from the whole range: remove it",
+                "aitk draws the timesteps of SD3 from the whole range: remove it",
             );
         }
     }

@@ -384,7 +384,7 @@ const LOGGING: &[OptionRow] = &[
     row("console_log_simple", Flag, "false", ALL, NoInfluence(LOGGER)),
     row("config_file", Text, "", ALL, NoInfluence("this is the config file")),
     row("output_config", Flag, "false", ALL, NoInfluence("it writes the config file: `aitk import -o`")),
-    row("show_timesteps", Text, "", ALL, refused("it shows the time steps and trains nothing")),
+    row("show_timesteps", Text, "", ALL, refused("it shows the timesteps and trains nothing")),
     row("show_timesteps_resolution", Text, "", ALL, NoInfluence("only show_timesteps uses it")),
     row("epoch", Whole, "", ALL, NoInfluence(GUI)),
     row("noise_offset_type", Text, "", ALL, NoInfluence(GUI)),
@@ -414,7 +414,7 @@ pub(super) const GROUPS: &[Group] = &[
         options: TRAINING,
     },
     Group {
-        title: "Noise, time steps, loss",
+        title: "Noise, timesteps, loss",
         options: LOSS,
     },
     Group {

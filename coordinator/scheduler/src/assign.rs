@@ -6,7 +6,7 @@ use super::model::{ClassId, LiveAttempt};
 use super::placement::{Decision, DeviceChoice};
 use super::state::State;
 use super::state::slots::Reservation;
-use aitk_common::control_plane::{AttemptState, AttemptView, EventBody, HeldAttempt, JobState};
+use aitk_common::control_plane::{AttemptRef, AttemptState, AttemptView, EventBody, JobState};
 use aitk_common::id::JobId;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -73,7 +73,7 @@ impl State {
         let placed = PlacedAttempt {
             job: id.clone(),
             task: job.task(),
-            held: HeldAttempt {
+            held: AttemptRef {
                 attempt: attempt.clone(),
                 epoch,
             },

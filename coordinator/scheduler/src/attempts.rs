@@ -7,7 +7,7 @@ use super::model::{CommittedCheckpoint, Job, Pace, SessionId, job_of};
 use super::reasons::FenceReason;
 use super::state::State;
 use aitk_common::attempt::Outcome;
-use aitk_common::control_plane::{Artifact, AttemptState, EventBody, HeldAttempt, JobEvent, Report, ToWorker};
+use aitk_common::control_plane::{Artifact, AttemptRef, AttemptState, EventBody, JobEvent, Report, ToWorker};
 use aitk_common::control_plane::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
@@ -20,7 +20,7 @@ const MAX_REVISIONS: usize = 32;
 
 impl State {
     /// The job whose live attempt this is, if this session's worker holds it.
-    pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<&Job> {
+    pub(super) fn current_job(&self, session: SessionId, held: &AttemptRef) -> Option<&Job> {
         let job = self.jobs.at(*self.live.get(job_of(&held.attempt)?)?)?;
         let attempt = job.live_attempt()?;
         let same = attempt.id == held.attempt
@@ -30,14 +30,14 @@ impl State {
     }
 
     /// The id of [`Self::current_job`], which the caller is about to change.
-    pub(super) fn select_current_job(&mut self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
+    pub(super) fn select_current_job(&mut self, session: SessionId, held: &AttemptRef) -> Option<JobId> {
         let id = self.current_job(session, held)?.id.clone();
         self.jobs.select(*self.live.get(&id)?);
         Some(id)
     }
 
     /// Why an attempt is not the current one of its job.
-    pub(super) fn fence_reason(&self, held: &HeldAttempt) -> FenceReason {
+    pub(super) fn fence_reason(&self, held: &AttemptRef) -> FenceReason {
         let known = job_of(&held.attempt).and_then(|id| self.jobs.find(id)).and_then(|job| {
             let attempt = job.attempts.iter().find(|attempt| attempt.id == held.attempt)?;
             Some((attempt.state, attempt.epoch, job.epoch()))
@@ -55,7 +55,7 @@ impl State {
     }
 
     /// Answers that an attempt is fenced.
-    fn answer_fenced(&self, changes: &mut Changes, session: SessionId, request: u64, held: &HeldAttempt) {
+    fn answer_fenced(&self, changes: &mut Changes, session: SessionId, request: u64, held: &AttemptRef) {
         let reason = self.fence_reason(held);
         if reason == FenceReason::OtherWorker {
             changes.push(Effect::ForeignReport { session, attempt: None });
@@ -84,7 +84,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: &HeldAttempt,
+        held: &AttemptRef,
     ) -> Option<JobId> {
         match self.select_current_job(session, held) {
             Some(job) => {
@@ -102,7 +102,7 @@ impl State {
         &mut self,
         changes: &mut Changes,
         session: SessionId,
-        held: HeldAttempt,
+        held: AttemptRef,
         seq: u64,
         time: UnixMillis,
         report: Report,
@@ -189,7 +189,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: &HeldAttempt,
+        held: &AttemptRef,
     ) -> Option<JobId> {
         match self.job_of_offered_file(session, held) {
             Some(job) => Some(job),
@@ -202,7 +202,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: HeldAttempt,
+        held: AttemptRef,
         artifact: Artifact,
     ) {
         let Some(id) = self.accept_file_report(changes, session, request, &held) else {
@@ -229,7 +229,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: HeldAttempt,
+        held: AttemptRef,
         name: String,
     ) {
         let Some(id) = self.accept_file_report(changes, session, request, &held) else {
@@ -251,7 +251,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: HeldAttempt,
+        held: AttemptRef,
         manifest: ContentHash,
         at: u64,
     ) {
@@ -297,7 +297,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: HeldAttempt,
+        held: AttemptRef,
         outcome: Outcome,
     ) {
         let Some(id) = self.select_current_job(session, &held) else {
@@ -313,7 +313,7 @@ impl State {
     }
 
     /// Whether the attempt has already ended with this outcome.
-    fn is_repeated(&self, session: SessionId, held: &HeldAttempt, outcome: &Outcome) -> bool {
+    fn is_repeated(&self, session: SessionId, held: &AttemptRef, outcome: &Outcome) -> bool {
         let expected = match outcome {
             Outcome::Completed => AttemptState::Completed,
             Outcome::Stopped { .. } => AttemptState::Stopped,

@@ -189,7 +189,7 @@ fn check_classes(state: &State) -> Result<(), String> {
             ));
         }
         // When parts are left to faster devices depends on the time, and a device that is reserved on the state of a part.
-        let depends = class.needs.part_of.is_some() || state.reserved_slots > 0;
+        let depends = class.needs.part_of.is_some() || state.takeover_slots > 0;
         // A candidate is considered with the next placement, and after a restart that is the next change.
         if depends || state.storage_full.is_some() || state.classes.candidates.contains(&id) {
             continue;
@@ -337,21 +337,19 @@ fn check_devices(state: &State) -> Result<(), String> {
                 return Err(format!("{name} is over its budget and takes more"));
             }
         }
-        if let Some(reserved_for) = &slot.reserved_for {
+        if let Some(takeover_by) = &slot.takeover_by {
             let is_taken_over =
                 |job: &super::model::Job| matches!(job.preemption, Some(Preemption::FasterDevice { .. }));
-            if !state.jobs.get(reserved_for).is_some_and(is_taken_over) {
-                return Err(format!(
-                    "{name} is reserved for {reserved_for}, which no takeover moves"
-                ));
+            if !state.jobs.get(takeover_by).is_some_and(is_taken_over) {
+                return Err(format!("{name} is reserved for {takeover_by}, which no takeover moves"));
             }
         }
         if !state.slots.is_indexed_correctly(id) {
             return Err(format!("{name}: the index of devices with capacity is wrong"));
         }
     }
-    let reserved = state.slots.iter().filter(|(_, slot)| slot.reserved_for.is_some());
-    if reserved.count() != state.reserved_slots {
+    let reserved = state.slots.iter().filter(|(_, slot)| slot.takeover_by.is_some());
+    if reserved.count() != state.takeover_slots {
         return Err("the count of reserved devices is wrong".into());
     }
     let with_capacity = state.slots.iter().filter(|(_, slot)| slot.has_capacity()).count();

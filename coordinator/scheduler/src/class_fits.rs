@@ -16,10 +16,10 @@ pub(super) fn device_fit(
     worker: &Worker,
     device: &Device,
 ) -> Result<DeviceFit, FitError> {
-    let profile = check_fit(needs, worker, device)?;
+    let fitting = check_fit(needs, worker, device)?;
     Ok(DeviceFit {
-        profile,
-        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), profile.0),
+        fitting,
+        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), fitting.profile),
     })
 }
 

@@ -48,7 +48,7 @@ impl State {
         if !slot.accepts_jobs {
             return Err(Obstacle::NotAccepting);
         }
-        let reservation = needs.reservation(fit.profile.1);
+        let reservation = needs.reservation(fit.fitting.bytes);
         if !slot.has_capacity()
             || !slot.has_capacity_for(reservation, None)
             || self.is_blocked_by_preemption(needs, slot)

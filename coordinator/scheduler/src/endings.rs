@@ -8,7 +8,7 @@ use super::saved_work::saved_work_message;
 use super::state::State;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::control_plane::{AttemptState, EventBody, HeldAttempt, JobState};
+use aitk_common::control_plane::{AttemptRef, AttemptState, EventBody, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
@@ -26,19 +26,19 @@ const MAX_CACHED_INPUTS: usize = 64;
 
 /// Whether a retry counts as a failure of the job, of which it has `retries` in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RetryCount {
+pub(super) enum CountsAsFailure {
     /// The job may be at fault.
-    Counted,
+    Yes,
     /// Something else is at fault.
-    NotCounted,
+    No,
 }
 
-impl RetryCount {
+impl CountsAsFailure {
     /// Not counted, if the worker had announced that it shuts down.
     pub(super) fn unless(announced: bool) -> Self {
         match announced {
-            true => Self::NotCounted,
-            false => Self::Counted,
+            true => Self::No,
+            false => Self::Yes,
         }
     }
 }
@@ -90,7 +90,7 @@ impl State {
                         changes,
                         id,
                         "its attempt stopped without being asked to".into(),
-                        RetryCount::Counted,
+                        CountsAsFailure::Yes,
                     ),
                 }
             }
@@ -119,13 +119,13 @@ impl State {
                 } else if cause == FailureCause::Storage {
                     self.storage_failed(changes, id, message);
                 } else if cause == FailureCause::Interrupted {
-                    self.retry(changes, id, message, RetryCount::NotCounted);
+                    self.retry(changes, id, message, CountsAsFailure::No);
                 } else if cause.is_retryable() {
                     self.retry(
                         changes,
                         id,
                         format!("{}: {message}", failure_label(cause)),
-                        RetryCount::Counted,
+                        CountsAsFailure::Yes,
                     );
                 } else {
                     self.set_state(changes, id, JobState::Failed, message);
@@ -172,17 +172,17 @@ impl State {
                 changes,
                 id,
                 format!("{}: {message}", failure_label(FailureCause::OutOfMemory)),
-                RetryCount::Counted,
+                CountsAsFailure::Yes,
             ),
         }
     }
 
     /// Ends an attempt that its worker lost: the worker is gone, or does not know the attempt. Its reports are fenced from
     /// now on.
-    pub(super) fn attempt_lost(&mut self, changes: &mut Changes, id: &JobId, why: &str, count: RetryCount) {
+    pub(super) fn attempt_lost(&mut self, changes: &mut Changes, id: &JobId, why: &str, count: CountsAsFailure) {
         let Some(job) = self.jobs.get(id) else { return };
         let Some(attempt) = job.live_attempt() else { return };
-        let held = HeldAttempt {
+        let held = AttemptRef {
             attempt: attempt.id.clone(),
             epoch: attempt.epoch,
         };
@@ -212,7 +212,7 @@ impl State {
         &mut self,
         changes: &mut Changes,
         session: SessionId,
-        held: &HeldAttempt,
+        held: &AttemptRef,
         reason: String,
         transient: bool,
     ) {
@@ -224,7 +224,7 @@ impl State {
         if stopping {
             self.set_state(changes, &id, JobState::Stopped, "stopped before it ran".into());
         } else if transient {
-            self.retry(changes, &id, reason, RetryCount::NotCounted);
+            self.retry(changes, &id, reason, CountsAsFailure::No);
         } else {
             self.set_state(changes, &id, JobState::Failed, reason);
         }
@@ -313,10 +313,10 @@ impl State {
     }
 
     /// Requeues a job after a failure with exponential backoff; fails it after too many failures in a row.
-    fn retry(&mut self, changes: &mut Changes, id: &JobId, why: String, count: RetryCount) {
+    fn retry(&mut self, changes: &mut Changes, id: &JobId, why: String, count: CountsAsFailure) {
         let settings = self.settings.clone();
         let Some(job) = self.jobs.get_mut(id) else { return };
-        if count == RetryCount::Counted {
+        if count == CountsAsFailure::Yes {
             job.failures = job.failures.saturating_add(1);
         }
         if job.failures > job.requirements.retries {
@@ -349,7 +349,7 @@ impl State {
         outage.tries = outage.tries.saturating_add(1);
         let reason = format!("{}: {message}", failure_label(FailureCause::Network));
         if changes.now.since(outage.since) > timeout {
-            return self.retry(changes, id, reason, RetryCount::Counted);
+            return self.retry(changes, id, reason, CountsAsFailure::Yes);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);
         self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(most));

@@ -6,7 +6,7 @@ use aitk_common::capability::DeviceRef;
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::control_plane::WorkerView;
 use aitk_common::control_plane::{
-    Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker,
+    Artifact, AttemptRef, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker,
 };
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
@@ -215,7 +215,7 @@ pub enum Event {
         /// The session.
         session: SessionId,
         /// The attempts that it runs.
-        running: Vec<HeldAttempt>,
+        running: Vec<AttemptRef>,
     },
     /// A worker announced its shutdown.
     WorkerLeaving {
@@ -234,7 +234,7 @@ pub enum Event {
         /// The session.
         session: SessionId,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The number of the event within the attempt.
         seq: u64,
         /// The worker's time.
@@ -249,7 +249,7 @@ pub enum Event {
         /// The request to answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The file.
         artifact: Artifact,
     },
@@ -260,7 +260,7 @@ pub enum Event {
         /// The request to answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The file's name.
         name: String,
     },
@@ -271,7 +271,7 @@ pub enum Event {
         /// The request to answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// The hash of its manifest.
         manifest: ContentHash,
         /// Optimizer steps done.
@@ -284,7 +284,7 @@ pub enum Event {
         /// The request to answer.
         request: u64,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// How it ended.
         outcome: Outcome,
     },
@@ -300,7 +300,7 @@ pub enum Event {
         /// The session that it was for.
         session: SessionId,
         /// The attempt.
-        held: HeldAttempt,
+        held: AttemptRef,
         /// Why, as text.
         reason: String,
         /// A retry may succeed. Otherwise the job fails.
@@ -356,7 +356,7 @@ pub struct PlacedAttempt {
     /// Its task.
     pub task: TaskId,
     /// The attempt.
-    pub held: HeldAttempt,
+    pub held: AttemptRef,
     /// It runs in place.
     pub local: bool,
     /// The manifest of the checkpoint to resume from.

@@ -8,7 +8,7 @@ use super::placement::{is_gpu, seconds_until};
 use super::queue::StartCondition;
 use super::reasons::{Availability, BeforeJob, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::State;
-use super::state::classes::{DeviceFit, DeviceNeeds, FitError};
+use super::state::classes::{DeviceFit, DeviceNeeds, FitError, FittingProfile};
 use super::state::slots::Slot;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control_plane::{AttemptState, DeviceForecast, Forecast, JobState, UnixMillis};
@@ -105,7 +105,10 @@ impl State {
         let attempt = job.live_attempt();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
         DeviceFit {
-            profile: (profile, attempt.and_then(|attempt| attempt.memory)),
+            fitting: FittingProfile {
+                profile,
+                bytes: attempt.and_then(|attempt| attempt.memory),
+            },
             seconds_per_unit: self
                 .speeds
                 .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
@@ -126,7 +129,7 @@ impl State {
         let Err(obstacle) = self.check_start(now, job, (slot_id, slot), device_fit, fastest.0) else {
             return Availability::Ready;
         };
-        match (obstacle, &slot.reserved_for) {
+        match (obstacle, &slot.takeover_by) {
             (Obstacle::TooSlow, _) => Availability::TooSlow {
                 times: device_fit.seconds_per_unit / fastest.0,
                 fastest: fastest.1.clone(),
@@ -414,7 +417,7 @@ impl State {
                 device_fit,
                 availability,
             }) => {
-                let (profile, bytes) = device_fit.profile;
+                let FittingProfile { profile, bytes } = device_fit.fitting;
                 let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
                 forecast.description = fit_line(&FitLine {
                     device: &label,

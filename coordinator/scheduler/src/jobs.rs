@@ -5,7 +5,7 @@ use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
 use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Ticket, UserLimits};
 use super::saved_work::saved_work_message;
 use super::state::State;
-use aitk_common::control_plane::{EventBody, HeldAttempt, JobState, SubmissionReceipt, ToWorker, UnixMillis};
+use aitk_common::control_plane::{AttemptRef, EventBody, JobState, SubmissionReceipt, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -347,7 +347,7 @@ impl State {
         let Some(job) = self.jobs.get(id) else { return };
         let Some(attempt) = job.live_attempt() else { return };
         if let Some(session) = self.workers.get(&attempt.worker).and_then(|worker| worker.session) {
-            let held = HeldAttempt {
+            let held = AttemptRef {
                 attempt: attempt.id.clone(),
                 epoch: attempt.epoch,
             };

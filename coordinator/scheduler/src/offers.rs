@@ -11,7 +11,7 @@ use super::messages::fence_reason;
 use super::model::{CommittedCheckpoint, SessionId, job_of};
 use super::state::State;
 use crate::state::checkpoint_offer::CheckpointOffer;
-use aitk_common::control_plane::{EventBody, HeldAttempt, JobState, OfferedCheckpoint, ToWorker, UnixMillis, Verdict};
+use aitk_common::control_plane::{AttemptRef, EventBody, JobState, OfferedCheckpoint, ToWorker, UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 use std::time::Duration;
@@ -39,7 +39,7 @@ impl State {
 
     /// The job that a checkpoint of this attempt at step `at` would advance: the attempt is the job's newest, it ran on this
     /// worker, and no checkpoint at this step or a later one is committed.
-    fn job_to_advance(&self, worker: &WorkerId, held: &HeldAttempt, at: u64) -> Option<JobId> {
+    fn job_to_advance(&self, worker: &WorkerId, held: &AttemptRef, at: u64) -> Option<JobId> {
         let job = self.jobs.find(job_of(&held.attempt)?)?;
         let newest = job.attempts.last()?;
         let same = newest.id == held.attempt && newest.epoch == held.epoch && newest.worker == *worker;
@@ -80,14 +80,14 @@ impl State {
     }
 
     /// Whether the job of this attempt waits for a checkpoint of it from this session's worker.
-    pub(super) fn is_offered(&self, session: SessionId, held: &HeldAttempt) -> bool {
+    pub(super) fn is_offered(&self, session: SessionId, held: &AttemptRef) -> bool {
         let id = job_of(&held.attempt).and_then(|id| self.offers.get(id));
         id.is_some_and(|offer| offer.held == *held && self.sessions.get(&session) == Some(&offer.worker))
     }
 
     /// The job of an attempt whose offered checkpoint would still advance the job. The worker uploads files of that attempt
     /// before the checkpoint.
-    pub(super) fn job_of_offered_file(&self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
+    pub(super) fn job_of_offered_file(&self, session: SessionId, held: &AttemptRef) -> Option<JobId> {
         let offer = job_of(&held.attempt).and_then(|id| self.offers.get(id))?;
         self.job_to_advance(&offer.worker, held, offer.step)
             .filter(|_| self.is_offered(session, held))
@@ -99,7 +99,7 @@ impl State {
         changes: &mut Changes,
         session: SessionId,
         request: u64,
-        held: &HeldAttempt,
+        held: &AttemptRef,
         manifest: ContentHash,
         at: u64,
     ) -> bool {

@@ -227,7 +227,7 @@ impl State {
         let slot = self
             .slots
             .get(slot_id)
-            .filter(|slot| slot.accepts_jobs && slot.reserved_for.is_none())?;
+            .filter(|slot| slot.accepts_jobs && slot.takeover_by.is_none())?;
         let worker = self.workers.get(&slot.worker)?;
         let fit = device_fit(&self.speeds, needs, worker, &slot.device).ok()?;
         let missing = job
@@ -248,8 +248,8 @@ impl State {
         let Some(slot) = self.slots.get_mut(takeover.to) else {
             return;
         };
-        slot.reserved_for = Some(takeover.job.clone());
-        self.reserved_slots += 1;
+        slot.takeover_by = Some(takeover.job.clone());
+        self.takeover_slots += 1;
         let why = Preemption::FasterDevice {
             worker: slot.worker.clone(),
             device: slot.device.device,
@@ -260,8 +260,8 @@ impl State {
 
     /// Whether a device is reserved for a part that moves to it. Jobs of a higher level than that part may take it anyway.
     pub(super) fn is_reserved_for_other(&self, job: &Job, slot: &Slot) -> bool {
-        let reserved_for = slot.reserved_for.as_ref().filter(|id| **id != job.id);
-        reserved_for.is_some_and(|id| self.jobs.get(id).is_some_and(|other| job.level() >= other.level()))
+        let takeover_by = slot.takeover_by.as_ref().filter(|id| **id != job.id);
+        takeover_by.is_some_and(|id| self.jobs.get(id).is_some_and(|other| job.level() >= other.level()))
     }
 
     /// Notes that the part for which a device is reserved has left its old device. The reservation ends with this call.
@@ -269,7 +269,7 @@ impl State {
         let reserved = self
             .slots
             .iter()
-            .find(|(_, slot)| slot.reserved_for.as_ref() == Some(id));
+            .find(|(_, slot)| slot.takeover_by.as_ref() == Some(id));
         if let Some((slot, _)) = reserved {
             self.reserved_until_placed.insert(slot);
         }
@@ -280,9 +280,9 @@ impl State {
         let slots = std::mem::take(&mut self.reserved_until_placed);
         for id in &slots {
             if let Some(slot) = self.slots.get_mut(*id)
-                && slot.reserved_for.take().is_some()
+                && slot.takeover_by.take().is_some()
             {
-                self.reserved_slots -= 1;
+                self.takeover_slots -= 1;
             }
             self.update_capacity(*id);
         }

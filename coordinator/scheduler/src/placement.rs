@@ -6,7 +6,7 @@ use super::changes::Changes;
 use super::model::{ClassId, Job, SlotId};
 use super::queue::QueuePosition;
 use super::state::State;
-use super::state::classes::JobClass;
+use super::state::classes::{FittingProfile, JobClass};
 use super::state::user_queue::UserQueue;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::{AttemptState, UnixMillis};
@@ -196,7 +196,7 @@ impl State {
             .filter(|(slot, _)| accepts_jobs(slot))
             .map(|(_, fit)| fit);
         fits.fold((f64::INFINITY, u64::MAX), |(fastest, min_bytes), fit| {
-            let bytes = fit.profile.1.unwrap_or(u64::MAX);
+            let bytes = fit.fitting.bytes.unwrap_or(u64::MAX);
             (fastest.min(fit.seconds_per_unit), min_bytes.min(bytes))
         })
     }
@@ -245,7 +245,7 @@ impl State {
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let millis = (seconds * 1000.0).clamp(0.0, 1e18) as u64;
         let cost = (failed_here, millis, slot.device.memory_budget, slot_id);
-        let (profile, bytes) = fit.profile;
+        let FittingProfile { profile, bytes } = fit.fitting;
         Some((
             cost,
             DeviceChoice {
@@ -272,7 +272,7 @@ impl State {
             let (slot, fit) = (self.slots.get(slot_id)?, class.fits.get(&slot_id)?);
             let usable = slot.accepts_jobs
                 && !class.needs.is_too_slow(fit.seconds_per_unit, fastest)
-                && slot.has_capacity_for(class.needs.reservation(fit.profile.1), Some(id));
+                && slot.has_capacity_for(class.needs.reservation(fit.fitting.bytes), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };
         let (level, _, victim) = self.preemptible.iter().filter_map(candidate).max()?;

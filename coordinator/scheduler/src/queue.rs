@@ -82,7 +82,7 @@ impl State {
                 // If the class is blocked, so is this job, unless it may preempt a job or take a device that is reserved
                 // against the others.
                 let blocked = self.classes.get(class).is_some_and(|class| class.blocked);
-                if !blocked || !self.preemptible.is_empty() || self.reserved_slots > 0 {
+                if !blocked || !self.preemptible.is_empty() || self.takeover_slots > 0 {
                     self.classes.wake(class);
                 }
                 QueueState::Ready(class)

@@ -6,7 +6,7 @@ use super::changes::Changes;
 use super::event::{Effect, Refusal};
 use super::model::{Job, Ticket};
 use super::state::State;
-use aitk_common::control_plane::{HeldAttempt, JobState, ToWorker};
+use aitk_common::control_plane::{AttemptRef, JobState, ToWorker};
 use aitk_common::id::JobId;
 use aitk_common::requested_outputs::RequestedOutputs;
 
@@ -54,7 +54,7 @@ impl State {
                 worker.version
             ));
         }
-        let held = HeldAttempt {
+        let held = AttemptRef {
             attempt: attempt.id.clone(),
             epoch: attempt.epoch,
         };

@@ -2,7 +2,7 @@
 
 use super::model::{Job, SessionId, Worker};
 use super::state::State;
-use aitk_common::control_plane::{HeldAttempt, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
+use aitk_common::control_plane::{AttemptRef, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 
@@ -124,7 +124,7 @@ impl State {
     /// Whether this session's worker holds this attempt, and the attempt is the live one of its job or the job waits for its
     /// offered checkpoint.
     #[must_use]
-    pub fn is_current(&self, session: SessionId, held: &HeldAttempt) -> bool {
+    pub fn is_current(&self, session: SessionId, held: &AttemptRef) -> bool {
         self.current_job(session, held).is_some() || self.is_offered(session, held)
     }
 

@@ -1,14 +1,14 @@
 //! Registers workers, renews and expires leases, drains workers and quarantines devices.
 
 use super::changes::Changes;
-use super::endings::RetryCount;
+use super::endings::CountsAsFailure;
 use super::event::{Effect, Record, Refusal, Reply};
 use super::messages::{duration_text, fence_reason};
 use super::model::{Health, Preemption, SessionId, Ticket, Worker};
 use super::reasons::FenceReason;
 use super::state::State;
 use aitk_common::capability::{Device, DeviceRef};
-use aitk_common::control_plane::{AttemptState, HeldAttempt, JobState, Registration, ToWorker, UnixMillis};
+use aitk_common::control_plane::{AttemptRef, AttemptState, JobState, Registration, ToWorker, UnixMillis};
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -128,15 +128,20 @@ impl State {
                 }
             } else if attempt.state == AttemptState::Assigned {
                 // The connection broke before the assignment arrived. That does not count as a failure.
-                self.attempt_lost(changes, &job, "it did not reach its worker", RetryCount::NotCounted);
+                self.attempt_lost(changes, &job, "it did not reach its worker", CountsAsFailure::No);
             } else {
-                self.attempt_lost(changes, &job, "its worker restarted", RetryCount::unless(announced));
+                self.attempt_lost(
+                    changes,
+                    &job,
+                    "its worker restarted",
+                    CountsAsFailure::unless(announced),
+                );
             }
         }
         self.wait_for_offers(changes, &id, wanted);
     }
 
-    pub(super) fn heartbeat(&mut self, changes: &mut Changes, session: SessionId, running: Vec<HeldAttempt>) {
+    pub(super) fn heartbeat(&mut self, changes: &mut Changes, session: SessionId, running: Vec<AttemptRef>) {
         let Some(id) = self.sessions.get(&session) else { return };
         if let Some(worker) = self.workers.get_mut(id) {
             worker.last_seen = changes.now;
@@ -303,7 +308,7 @@ impl State {
                 true => "its worker was shut down",
                 false => "its worker sent no heartbeat for too long",
             };
-            self.attempt_lost(changes, &id, why, RetryCount::unless(announced));
+            self.attempt_lost(changes, &id, why, CountsAsFailure::unless(announced));
         }
         while let Some((deadline, id)) = self.deadlines.first().cloned() {
             if deadline > now {
@@ -426,7 +431,7 @@ impl State {
     }
 
     /// Tells a worker that it no longer holds an attempt.
-    pub(super) fn fence(&self, changes: &mut Changes, session: SessionId, held: HeldAttempt) {
+    pub(super) fn fence(&self, changes: &mut Changes, session: SessionId, held: AttemptRef) {
         let reason = self.fence_reason(&held);
         if reason == FenceReason::OtherWorker {
             let attempt = Some(held.attempt.clone());

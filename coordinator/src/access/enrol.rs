@@ -204,10 +204,10 @@ impl Access {
             return Err(EnrolError::NameTaken(name));
         }
         let fresh_worker = WorkerId::new(format!("w{}", uuid::Uuid::new_v4().simple()));
-        let mut documents = Vec::new();
+        let mut admin_records = Vec::new();
         let worker = match worker {
             None => {
-                documents.push(document(MACHINE, fresh_worker.as_str(), &name)?);
+                admin_records.push(document(MACHINE, fresh_worker.as_str(), &name)?);
                 fresh_worker
             }
             // The owner of this id is set when the worker registers; here, an id of another owner is refused.
@@ -235,15 +235,15 @@ impl Access {
             certificate: pem.clone(),
             enrolment: enrolment.id.clone(),
         });
-        documents.push(document(JOIN, &join.id, &join)?);
-        documents.push(document(ENROLMENT, &enrolment.id, &enrolment)?);
+        admin_records.push(document(JOIN, &join.id, &join)?);
+        admin_records.push(document(ENROLMENT, &enrolment.id, &enrolment)?);
         let mut line = who.audit_line(now, "worker.enrol", worker.as_str());
         line.who = name.to_string();
         line.detail = format!("{} with {}", enrolment.id, join.id);
-        let owns = documents.len() == 3;
+        let owns = admin_records.len() == 3;
         self.inner
             .store
-            .administer(&documents, &[line])
+            .administer(&admin_records, &[line])
             .await
             .map_err(AccessError::from)?;
         if owns {
@@ -348,18 +348,18 @@ impl Access {
         if ended.is_empty() && joins.is_empty() {
             return Err(AccessError::NoWorker(AuditLine::quote(name)));
         }
-        let mut documents = Vec::new();
+        let mut admin_records = Vec::new();
         for enrolment in &mut ended {
             enrolment.revoked = Some(now);
-            documents.push(document(ENROLMENT, &enrolment.id, enrolment)?);
+            admin_records.push(document(ENROLMENT, &enrolment.id, enrolment)?);
         }
         for join in &mut joins {
             join.revoked = Some(now);
-            documents.push(document(JOIN, &join.id, join)?);
+            admin_records.push(document(JOIN, &join.id, join)?);
         }
         let mut line = by.audit_line(now, "worker.revoke", name);
         line.detail = format!("{} certificates, {} join tokens", ended.len(), joins.len());
-        self.inner.store.administer(&documents, &[line]).await?;
+        self.inner.store.administer(&admin_records, &[line]).await?;
         let count = u32::try_from(joins.len()).unwrap_or(u32::MAX);
         joins.into_iter().for_each(|join| known.put_join(join));
         ended.iter().for_each(|enrolment| known.put(enrolment.clone()));

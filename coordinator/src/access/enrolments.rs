@@ -6,7 +6,7 @@
 //! stores the newest date.
 
 use super::error::AccessError;
-use crate::store::{Document, Store};
+use crate::store::{AdminRecord, Store};
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
-/// Kinds of [`Document`]s.
+/// Kinds of [`AdminRecord`]s.
 pub(super) const ENROLMENT: &str = "enrolment";
 pub(super) const JOIN: &str = "join_token";
 /// Name of a machine in the audit log before it has a name.
@@ -130,13 +130,13 @@ pub(super) struct Enrolments {
 }
 
 pub(super) async fn read<T: DeserializeOwned>(store: &dyn Store, kind: &'static str) -> Result<Vec<T>, AccessError> {
-    let documents = store.documents(kind).await?;
-    let parse = |document: &Document| serde_json::from_str(&document.record).map_err(AccessError::Record);
-    documents.iter().map(parse).collect()
+    let admin_records = store.admin_records(kind).await?;
+    let parse = |document: &AdminRecord| serde_json::from_str(&document.record).map_err(AccessError::Record);
+    admin_records.iter().map(parse).collect()
 }
 
-pub(super) fn document(kind: &'static str, id: &str, record: &impl Serialize) -> Result<Document, AccessError> {
-    Ok(Document {
+pub(super) fn document(kind: &'static str, id: &str, record: &impl Serialize) -> Result<AdminRecord, AccessError> {
+    Ok(AdminRecord {
         kind,
         id: id.to_owned(),
         record: serde_json::to_string(record).map_err(AccessError::Record)?,

@@ -4,7 +4,7 @@ use super::Access;
 use super::error::AccessError;
 use super::identity::Identity;
 use super::records::MACHINE;
-use crate::store::Document;
+use crate::store::AdminRecord;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::role::Role;
 
@@ -55,7 +55,7 @@ impl Access {
                 most: MAX_WORKERS,
             });
         }
-        let document = Document {
+        let document = AdminRecord {
             kind: MACHINE,
             id: worker.to_string(),
             record: serde_json::to_string(&who.name).map_err(AccessError::Record)?,
@@ -101,7 +101,7 @@ mod tests {
             matches!(refused, AccessError::TooManyWorkers { .. }) && refused.to_string().contains("--data-dir"),
             "{refused}"
         );
-        assert_eq!(store.documents(MACHINE).await.unwrap().len(), MAX_WORKERS);
+        assert_eq!(store.admin_records(MACHINE).await.unwrap().len(), MAX_WORKERS);
         // Its existing workers still work, and other owners are not affected.
         access.claim_worker(&who("box"), &worker(0)).await.unwrap();
         access.claim_worker(&who("other"), &worker(MAX_WORKERS)).await.unwrap();

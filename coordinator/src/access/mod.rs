@@ -92,11 +92,11 @@ impl Access {
         let unwritten = data_dir.join(audit::UNWRITTEN);
         audit::store_unwritten(store.as_ref(), &unwritten).await?;
         let mut tokens = HashMap::new();
-        for document in store.documents(TOKEN).await? {
+        for document in store.admin_records(TOKEN).await? {
             let record: TokenRecord = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
             tokens.insert(record.sha256, record);
         }
-        let machines = store.documents(MACHINE).await?;
+        let machines = store.admin_records(MACHINE).await?;
         let machines = machines.iter().map(read_machine).collect::<Result<_, _>>()?;
         let enrolments = Enrolments::load(store.as_ref()).await?;
         let (lines, mut waiting) = mpsc::channel(AUDIT_QUEUE);

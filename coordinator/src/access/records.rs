@@ -1,7 +1,7 @@
 //! Stored records of tokens and machines.
 
 use super::error::AccessError;
-use crate::store::Document;
+use crate::store::AdminRecord;
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
@@ -32,8 +32,8 @@ impl TokenRecord {
         self.revoked.is_none() && self.expires.is_none_or(|end| now < end)
     }
 
-    pub(super) fn document(&self) -> Result<Document, AccessError> {
-        Ok(Document {
+    pub(super) fn document(&self) -> Result<AdminRecord, AccessError> {
+        Ok(AdminRecord {
             kind: TOKEN,
             id: self.id.clone(),
             record: serde_json::to_string(self).map_err(AccessError::Record)?,
@@ -46,7 +46,7 @@ impl TokenRecord {
 pub(super) const MACHINE: &str = "machine";
 
 /// Reads a worker's owner from its document.
-pub(super) fn read_machine(document: &Document) -> Result<(WorkerId, UserName), AccessError> {
+pub(super) fn read_machine(document: &AdminRecord) -> Result<(WorkerId, UserName), AccessError> {
     let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
     Ok((WorkerId::new(document.id.as_str()), owner))
 }

@@ -10,7 +10,7 @@ use crate::blob_access::BlobAccessError;
 use crate::blob_access::BlobReference;
 use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
-use aitk_common::control_plane::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control_plane::{AttemptRef, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
@@ -103,7 +103,7 @@ struct RequiredBlob {
     reference: BlobReference,
     /// Request to refuse when it is missing.
     request: u64,
-    held: HeldAttempt,
+    held: AttemptRef,
 }
 
 struct Session<'a> {
@@ -386,7 +386,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    async fn is_current(&self, held: HeldAttempt) -> Result<bool, Status> {
+    async fn is_current(&self, held: AttemptRef) -> Result<bool, Status> {
         let session = self.id;
         let query = move |state: &State, _| state.is_current(session, &held);
         Ok(self.shared.scheduler.query(query).await?)

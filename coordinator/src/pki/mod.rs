@@ -5,9 +5,9 @@
 //! authenticates with a token and has none. The authenticator checks identity and revocation at every call.
 
 mod addresses;
+mod certificate_renewal;
 mod error;
 mod listener;
-mod server;
 mod signer;
 
 pub use error::PkiError;
@@ -18,13 +18,13 @@ use crate::connection_limiter::ConnectionLimiter;
 use crate::error_chain::error_chain;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::{Ca, CaError};
+use certificate_renewal::CurrentCertificate;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::{RootCertStore, ServerConfig};
-use server::CurrentCertificate;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use tokio::task::JoinHandle;
 pub(crate) struct Tls {
     config: Arc<ServerConfig>,
     signer: Option<Arc<Signer>>,
-    renewing: Option<server::CertificateRenewal>,
+    renewing: Option<certificate_renewal::CertificateRenewal>,
     /// Workers on other machines must show a certificate.
     pub(crate) certificates_only: bool,
 }
@@ -57,7 +57,7 @@ impl Tls {
         let (resolver, renewing): (Arc<dyn ResolvesServerCert>, _) = match (files, pki, &signer) {
             (Some(files), _, _) => (Arc::new(CurrentCertificate::new(read_certificate(files)?)), None),
             (None, Some(pki), Some(signer)) => {
-                let renewing = server::CertificateRenewal::start(signer.clone(), pki, addr)?;
+                let renewing = certificate_renewal::CertificateRenewal::start(signer.clone(), pki, addr)?;
                 (renewing.current(), Some(renewing))
             }
             _ => return Ok(None),

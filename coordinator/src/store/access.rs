@@ -1,26 +1,26 @@
-//! Stored documents and the audit log.
+//! Stored admin_records and the audit log.
 
 use super::audit_line::AuditLine;
 use super::error::StoreError;
 use super::records::write_audit;
 use super::sql::SqlStore;
-use super::types::{Document, RemovedRefusals};
+use super::types::{AdminRecord, RemovedRefusals};
 use aitk_common::control_plane::UnixMillis;
 
 /// Audit lines examined in one transaction.
 const REFUSALS_AT_ONCE: u32 = 500;
 
 impl SqlStore {
-    pub(super) async fn read_documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
+    pub(super) async fn read_admin_records(&self, kind: &'static str) -> Result<Vec<AdminRecord>, StoreError> {
         let mut transaction = self.begin_read().await?;
         let rows = transaction
             .rows(
-                "SELECT id, record FROM documents WHERE kind = $1 ORDER BY id",
+                "SELECT id, record FROM admin_records WHERE kind = $1 ORDER BY id",
                 &[kind.into()],
             )
             .await
             .map_err(|e| self.store_error(e))?;
-        let document = |row: &super::connection::Row| Document {
+        let document = |row: &super::connection::Row| AdminRecord {
             kind,
             id: row.text(0).to_owned(),
             record: row.text(1).to_owned(),
@@ -28,12 +28,16 @@ impl SqlStore {
         Ok(rows.iter().map(document).collect())
     }
 
-    pub(super) async fn write_documents(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError> {
+    pub(super) async fn write_admin_records(
+        &self,
+        admin_records: &[AdminRecord],
+        lines: &[AuditLine],
+    ) -> Result<(), StoreError> {
         let mut transaction = self.begin_write().await?;
-        for Document { kind, id, record } in documents {
+        for AdminRecord { kind, id, record } in admin_records {
             transaction
                 .run(
-                    "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3) \
+                    "INSERT INTO admin_records (kind, id, record) VALUES ($1, $2, $3) \
                  ON CONFLICT (kind, id) DO UPDATE SET record = excluded.record",
                     &[(*kind).into(), id.as_str().into(), record.as_str().into()],
                 )

@@ -30,7 +30,7 @@ pub use error::StoreError;
 pub use job_text::JobText;
 pub use sql::SqlStore;
 pub(crate) use standby::StandbyCoordinator;
-pub use types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
+pub use types::{AdminRecord, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 
 use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -98,17 +98,17 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// [`StoreError`]
     async fn jobs_with_file(&self, blob: &ContentHash) -> Result<Vec<JobId>, StoreError>;
 
-    /// Returns the documents of one kind.
+    /// Returns the admin_records of one kind.
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError>;
+    async fn admin_records(&self, kind: &'static str) -> Result<Vec<AdminRecord>, StoreError>;
 
-    /// Stores documents with their audit lines.
+    /// Stores admin_records with their audit lines.
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn administer(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError>;
+    async fn administer(&self, admin_records: &[AdminRecord], lines: &[AuditLine]) -> Result<(), StoreError>;
 
     /// Returns at most `limit` audit lines after a number, with their numbers.
     ///

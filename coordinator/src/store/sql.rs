@@ -5,7 +5,7 @@ use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
 use super::job_text::JobText;
 use super::leader_lease::LeaderLease;
-use super::types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
+use super::types::{AdminRecord, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 use super::{Store, records};
 use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -257,12 +257,12 @@ impl Store for SqlStore {
         Ok(rows.iter().map(|row| JobId::new(row.text(0))).collect())
     }
 
-    async fn documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
-        self.with_timeout(Box::pin(self.read_documents(kind))).await
+    async fn admin_records(&self, kind: &'static str) -> Result<Vec<AdminRecord>, StoreError> {
+        self.with_timeout(Box::pin(self.read_admin_records(kind))).await
     }
 
-    async fn administer(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError> {
-        self.with_timeout(Box::pin(self.write_documents(documents, lines)))
+    async fn administer(&self, admin_records: &[AdminRecord], lines: &[AuditLine]) -> Result<(), StoreError> {
+        self.with_timeout(Box::pin(self.write_admin_records(admin_records, lines)))
             .await
     }
 

@@ -30,7 +30,7 @@ pub struct JobRoots {
 
 /// A record of an administrator, as JSON.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Document {
+pub struct AdminRecord {
     /// `token`, ….
     pub kind: &'static str,
     /// Unique within its kind.

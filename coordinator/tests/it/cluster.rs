@@ -4,7 +4,7 @@ use crate::support::daemon::Daemon;
 use crate::support::postgres::Postgres;
 use crate::support::{FakeWorker, eventually, held_attempt, input, put_checkpoint, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control_plane::{HeldAttempt, JobState, JobView, Submission, Verdict};
+use aitk_common::control_plane::{AttemptRef, JobState, JobView, Submission, Verdict};
 use aitk_common::storage::BlobStore;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -94,7 +94,7 @@ async fn job(clients: &Clients, id: &str) -> Option<JobView> {
 }
 
 /// Registers the worker again with the current leader.
-async fn reconnect(clients: &Clients, name: &str, worker: &FakeWorker, running: &[HeldAttempt]) -> FakeWorker {
+async fn reconnect(clients: &Clients, name: &str, worker: &FakeWorker, running: &[AttemptRef]) -> FakeWorker {
     eventually("a session with the leader", || async {
         let registration = FakeWorker::registration(name, Some(worker.id.clone()), running.to_vec());
         FakeWorker::try_register(clients, registration).await

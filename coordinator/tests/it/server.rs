@@ -3,7 +3,7 @@
 use crate::support::{self, FakeWorker, TestCoordinator, eventually, held_attempt, logs, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control_plane::{
-    Artifact, EventBody, HeldAttempt, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
+    Artifact, AttemptRef, EventBody, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
     Verdict,
 };
 use aitk_common::hash::ContentHash;
@@ -205,7 +205,7 @@ async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
     assert_eq!((view.state, view.checkpoint_step), (JobState::Running, Some(5)));
     assert!(view.reason.contains("not connected"), "{}", view.reason);
 
-    let stale = HeldAttempt {
+    let stale = AttemptRef {
         attempt: AttemptId::new("jgone-3"),
         epoch: Epoch(3),
     };

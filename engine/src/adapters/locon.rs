@@ -25,8 +25,8 @@ impl AdapterType for Locon {
 
     fn check_names(&self, names: AdapterNames) -> std::result::Result<(), String> {
         match names {
-            AdapterNames::Flattened => Ok(()),
-            AdapterNames::Dotted => Err(
+            AdapterNames::Kohya => Ok(()),
+            AdapterNames::Peft => Err(
                 "`network.type: locon` trains U-Nets alone, as in ai-toolkit, and this model has a transformer: \
                                       use `type: lora` or `type: lokr`"
                     .to_owned(),

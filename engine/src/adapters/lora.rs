@@ -73,7 +73,7 @@ impl TrainedLayer for LoraLayer {
             None => up_weight,
         };
         let mut tensors = vec![(down, self.down.as_detached_tensor()), (up, up_weight)];
-        if self.names == AdapterNames::Flattened {
+        if self.names == AdapterNames::Kohya {
             tensors.push(("alpha", Tensor::new(self.alpha as f32, &candle_core::Device::Cpu)?));
         }
         Ok(tensors)
@@ -109,8 +109,8 @@ impl TrainedLayer for LoraLayer {
         // The scale of dotted names is 1 and saved nowhere, so that of another program's file goes into its weights.
         let file_rank = tensors.rank() as f64;
         let scale = match self.names {
-            AdapterNames::Dotted => tensors.alpha.unwrap_or(file_rank) * tensors.scalar / file_rank,
-            AdapterNames::Flattened => tensors.scalar,
+            AdapterNames::Peft => tensors.alpha.unwrap_or(file_rank) * tensors.scalar / file_rank,
+            AdapterNames::Kohya => tensors.scalar,
         };
         if scale != 1.0 {
             up = (up * scale).map_err(failed)?;

@@ -61,7 +61,7 @@ fn change(layer: &dyn FileLayer, dims: &[usize], x: &Tensor) -> Tensor {
     let base = Weight::Plain(weight.clone());
     let site = Site {
         name: "layer".to_owned(),
-        names: AdapterNames::Flattened,
+        names: AdapterNames::Kohya,
         weight: &base,
         handle: &handle,
     };

@@ -26,7 +26,7 @@ impl ModelLayer {
     /// Whether its names in files are sd-scripts', which have an alpha.
     #[must_use]
     pub fn has_alpha(&self) -> bool {
-        self.names == AdapterNames::Flattened
+        self.names == AdapterNames::Kohya
     }
 
     /// Whether LoRAs usually change it: of a text encoder only the layers of the attention and of the MLP are.

@@ -142,7 +142,7 @@ pub(super) fn saved_name(names: AdapterNames, role: PartRole, lora_prefix: &str,
         PartRole::TextEncoder if !path.starts_with("text_model.") => "text_model.",
         _ => "",
     };
-    if names == AdapterNames::Dotted {
+    if names == AdapterNames::Peft {
         return format!("{lora_prefix}.{text_model}{path}");
     }
     // diffusers and sd-scripts know these layers of SDXL by their original names only.

@@ -50,7 +50,7 @@ pub struct AdapterConfig {
     pub whole_in_out: bool,
     /// Only layers with at least this many weights and biases are targets.
     pub parameter_threshold: u64,
-    /// Only layers in the repeated blocks of a transformer ([`Part::blocks`]) are targets.
+    /// Only layers in the repeated blocks of a transformer ([`Part::block_lists`]) are targets.
     pub blocks_only: bool,
 }
 
@@ -78,7 +78,7 @@ impl Default for AdapterConfig {
 
 /// How a layer is trained.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Target {
+enum LayerTraining {
     /// With the network's type of adapter.
     Adapter(Rank),
     /// As a whole difference.
@@ -95,10 +95,10 @@ impl AdapterConfig {
             return None;
         }
         let is_in = |block: &&str| path.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
-        if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
+        if self.blocks_only && !part.block_lists.is_empty() && !part.block_lists.iter().any(is_in) {
             return None;
         }
-        let is_unet = part.role == PartRole::Denoiser && part.part_names == AdapterNames::Flattened;
+        let is_unet = part.role == PartRole::Denoiser && part.part_names == AdapterNames::Kohya;
         if is_unet && !is_in_container(&self.containers, path) {
             return None;
         }
@@ -130,13 +130,13 @@ impl AdapterConfig {
         dims: &[usize],
         has_bias: bool,
         of_file: Option<&BTreeMap<LayerKey, Rank>>,
-    ) -> Option<Target> {
+    ) -> Option<LayerTraining> {
         if self.whole_in_out && part.role == PartRole::Denoiser && WHOLE_LAYERS.contains(&path) {
-            return Some(Target::Whole);
+            return Some(LayerTraining::Whole);
         }
         let names = self.selected(part, path, dims, has_bias)?;
         if self.full_if_contains.iter().any(|text| names.contain(text)) {
-            return Some(Target::Difference);
+            return Some(LayerTraining::Difference);
         }
         let entry = self.layer_ranks.iter().find(|entry| names.contain(&entry.contains));
         let has_large_kernel = has_large_kernel(dims);
@@ -155,11 +155,11 @@ impl AdapterConfig {
         };
         let alpha = match part.names {
             // These names have an alpha beside them.
-            AdapterNames::Flattened => alpha,
+            AdapterNames::Kohya => alpha,
             // Their files have no alpha, so the scale is 1.
-            AdapterNames::Dotted => rank as f64,
+            AdapterNames::Peft => rank as f64,
         };
-        (rank > 0).then_some(Target::Adapter(Rank { rank, alpha }))
+        (rank > 0).then_some(LayerTraining::Adapter(Rank { rank, alpha }))
     }
 }
 
@@ -208,7 +208,7 @@ struct Naming {
     names: AdapterNames,
     /// Those of the part, which filters of configs match too.
     part_names: AdapterNames,
-    blocks: &'static [&'static str],
+    block_lists: &'static [&'static str],
 }
 
 impl Naming {
@@ -220,12 +220,12 @@ impl Naming {
             saved_prefix: part.lora_prefix,
             names: part.lora_names,
             part_names: part.lora_names,
-            blocks: part.blocks,
+            block_lists: part.block_lists,
         };
-        match adapter.has_old_names() && part.lora_names == AdapterNames::Dotted {
+        match adapter.has_old_names() && part.lora_names == AdapterNames::Peft {
             true => Self {
                 saved_prefix: old_prefix(part.id),
-                names: AdapterNames::Flattened,
+                names: AdapterNames::Kohya,
                 ..naming
             },
             false => naming,
@@ -268,7 +268,7 @@ fn check_config(adapter: &dyn AdapterType, config: &AdapterConfig, parts: &[Part
         ));
     }
     let denoisers = parts.iter().filter(|part| part.role == PartRole::Denoiser);
-    if config.whole_in_out && denoisers.clone().any(|part| part.lora_names == AdapterNames::Dotted) {
+    if config.whole_in_out && denoisers.clone().any(|part| part.lora_names == AdapterNames::Peft) {
         return Err(EngineError::bad_input(
             "network.network_kwargs.full_train_in_out: only U-Nets have the two layers (`conv_in`, `conv_out`) that are trained, and this \
              model has a transformer: set it to false",
@@ -333,15 +333,15 @@ impl AdapterNetwork {
                     return Ok(());
                 };
                 let (adapter, Rank { rank, alpha }) = match target {
-                    Target::Adapter(rank) if adapter.covers(naming.role, path) => (adapter, rank),
-                    Target::Adapter(_) => return Ok(()),
-                    Target::Difference => (&Difference as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
-                    Target::Whole => (&Whole as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
+                    LayerTraining::Adapter(rank) if adapter.covers(naming.role, path) => (adapter, rank),
+                    LayerTraining::Adapter(_) => return Ok(()),
+                    LayerTraining::Difference => (&Difference as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
+                    LayerTraining::Whole => (&Whole as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
                 };
                 let bias = layer.bias().cloned();
                 let new = NewLayer {
                     name: match target {
-                        Target::Whole => format!("{PREFIX}{path}"),
+                        LayerTraining::Whole => format!("{PREFIX}{path}"),
                         _ => naming.saved_name(path),
                     },
                     names: naming.names,
@@ -423,8 +423,8 @@ impl AdapterNetwork {
             part.layers.visit_layers(&mut |path, layer| {
                 let (dims, has_bias) = (layer.weight().dims().to_vec(), layer.bias().is_some());
                 has_target |= match config.target(naming, path, &dims, has_bias, of_file.as_ref()) {
-                    Some(Target::Adapter(_)) => adapter.covers(naming.role, path),
-                    Some(Target::Difference | Target::Whole) => true,
+                    Some(LayerTraining::Adapter(_)) => adapter.covers(naming.role, path),
+                    Some(LayerTraining::Difference | LayerTraining::Whole) => true,
                     None => false,
                 };
                 Ok(())

@@ -510,7 +510,7 @@ fn layers_of_the_additional_embedding_have_the_names_that_diffusers_reads() {
         ("time_embedding.linear_1", "lora_unet_time_embedding_linear_1"),
     ] {
         assert_eq!(
-            saved_name(AdapterNames::Flattened, PartRole::Denoiser, "lora_unet", path),
+            saved_name(AdapterNames::Kohya, PartRole::Denoiser, "lora_unet", path),
             name
         );
     }

@@ -21,7 +21,7 @@ pub trait AdapterType: Debug {
     /// Whether it can be trained on a denoiser with these names.
     ///
     /// # Errors
-    /// What to do instead.
+    /// A message for the user that says what to do instead.
     fn check_names(&self, _names: AdapterNames) -> std::result::Result<(), String> {
         Ok(())
     }
@@ -117,7 +117,7 @@ pub trait TrainedLayer: WeightAdapter {
     /// The values of its variables that a file holds.
     ///
     /// # Errors
-    /// The end of a sentence that begins with the name of the layer, when the file does not fit.
+    /// When the file does not fit: why, for a message in which the caller puts the name of the layer first.
     fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String>;
 }
 

@@ -66,7 +66,7 @@ impl Layer {
         whole
             .adapter(Site {
                 name: "layer".to_owned(),
-                names: AdapterNames::Flattened,
+                names: AdapterNames::Kohya,
                 weight: &self.weight,
                 handle,
             })
@@ -179,7 +179,7 @@ fn every_type_of_a_joined_layer_is_split_by_rows() {
                 };
                 let site = Site {
                     name: "layer".to_owned(),
-                    names: AdapterNames::Dotted,
+                    names: AdapterNames::Peft,
                     weight: &part_layer.weight,
                     handle: &handle,
                 };
@@ -213,7 +213,7 @@ fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropo
     handle.set_training(Some("seed"));
     let new = NewLayer {
         name: "layer".to_owned(),
-        names: AdapterNames::Dotted,
+        names: AdapterNames::Peft,
         weight: &layer.weight,
         bias: Some(&layer.bias),
         dims: layer.weight.dims(),
@@ -277,7 +277,7 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
         for shape in ["linear", "conv"] {
             let layer = Layer::of(&found, &format!("{case}_{shape}"));
             let x = &found[&format!("{case}_{shape}/x")];
-            for names in [AdapterNames::Flattened, AdapterNames::Dotted] {
+            for names in [AdapterNames::Kohya, AdapterNames::Peft] {
                 let handle = AdapterHandle::new(1.0);
                 let new = NewLayer {
                     name: "layer".to_owned(),
@@ -315,7 +315,7 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
                 assert_eq!(read.kind(), kind);
                 let again = match (names, kind) {
                     // Dotted names have no alpha for a LoRA: its scale is 1.
-                    (AdapterNames::Dotted, "DoRA") => continue,
+                    (AdapterNames::Peft, "DoRA") => continue,
                     _ => layer.adapter(&**read, &AdapterHandle::new(1.0)),
                 };
                 check(
@@ -501,7 +501,7 @@ fn damaged_tensors_of_every_type_are_errors() {
     ] {
         let site = Site {
             name: "layer".to_owned(),
-            names: AdapterNames::Flattened,
+            names: AdapterNames::Kohya,
             weight: &weight,
             handle: &AdapterHandle::new(1.0),
         };

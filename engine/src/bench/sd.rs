@@ -15,7 +15,7 @@ use crate::optim::{Adam, AdamParams, Grads, Optimizer};
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::training::{
-    Ddpm, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, References, SnrWeighting, loss, optim_error,
+    Ddpm, LossInputs, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, SnrWeighting, loss, optim_error,
 };
 use crate::weights::Weights;
 use candle_core::Tensor;
@@ -43,7 +43,7 @@ fn unet(compute: &Compute, variant: &'static Variant) -> Result<UNet2DConditionM
     UNet2DConditionModel::new(&frozen(compute), &SdConfig::defaults(variant)?.unet)
 }
 
-/// The inputs of a U-Net besides sample and time step, for one item.
+/// The inputs of a U-Net besides sample and timestep, for one item.
 fn conditioning(compute: &Compute, unet: &UNet2DConditionModel) -> Result<Conditioning> {
     let config_error = EngineError::Internal;
     let width = unet.config().context_width().map_err(config_error)?;
@@ -104,8 +104,8 @@ pub(super) fn lora_step(
             id: "unet",
             role: PartRole::Denoiser,
             lora_prefix: "lora_unet",
-            lora_names: AdapterNames::Flattened,
-            blocks: &[],
+            lora_names: AdapterNames::Kohya,
+            block_lists: &[],
             layers: &mut unet,
         }],
         &mut TorchGenerator::manual_seed(2),
@@ -129,7 +129,7 @@ pub(super) fn lora_step(
         conditioning: conditioning(compute, &unet)?,
         weights: vec![1.0],
         weight: 1.0,
-        references: References::default(),
+        loss_inputs: LossInputs::default(),
         mask: None,
     };
     let dtype = compute.dtype;

@@ -432,11 +432,11 @@ fn control_images_from_the_same_folder_are_each_other_image_equally_often() {
     std::fs::copy(dir.path().join("data/a.png"), alone.join("a.png")).unwrap();
     let mut options = options(dir.path(), &["controls"]);
     options.controls = None;
-    let drawn = DrawnControlOptions {
+    let drawn = AugmentedControlOptions {
         background: BACKGROUND,
         full_size: true,
     };
-    options.drawn_controls = Some(drawn);
+    options.augmented_controls = Some(drawn);
     (options.repeats, options.flip_x) = (3, true);
     let (dataset, _) = open(options);
     assert_eq!(dataset.items.len(), 6 * 3 * 2);

@@ -2,12 +2,12 @@
 
 use super::allowed_paths::AllowedPaths;
 use super::augment::Augmentations;
+use super::augmented_control::AugmentedControlOptions;
 use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_fixed};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::captions_file::read_captions_file;
 use super::controls::ControlOptions;
 use super::discover::discover;
-use super::drawn_control::DrawnControlOptions;
 use super::excluded::excluded_images;
 use super::half::Half;
 use super::image_statistics::ImageStatistics;
@@ -71,7 +71,7 @@ pub struct DatasetOptions {
     /// Control images. `None`: the images are trained without them.
     pub controls: Option<ControlOptions>,
     /// Control images that are other images of the data set, drawn each time. `None`: those of `controls`.
-    pub drawn_controls: Option<DrawnControlOptions>,
+    pub augmented_controls: Option<AugmentedControlOptions>,
     /// Each file has two images side by side: the right half is the image, the left half its control image.
     pub side_by_side: bool,
     /// LoRA strength for the items of this data set.
@@ -119,7 +119,7 @@ impl Default for DatasetOptions {
             augmentations: Augmentations::default(),
             masks: None,
             controls: None,
-            drawn_controls: None,
+            augmented_controls: None,
             side_by_side: false,
             network_weight: 1.0,
             loss_multiplier: 1.0,

@@ -1,4 +1,4 @@
-//! What a model is conditioned on besides latents and time step: encoded prompts, pooled text, masks, sizes.
+//! What a model is conditioned on besides latents and timestep: encoded prompts, pooled text, masks, sizes.
 
 use crate::error::{EngineError, Result};
 use candle_core::{DType, Device, Tensor};

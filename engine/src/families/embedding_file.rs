@@ -29,7 +29,7 @@ pub fn embedding_names(encoders: usize) -> &'static [&'static str] {
 
 /// A word that a textual inversion learned.
 #[derive(Clone, Debug)]
-pub struct LearnedWord {
+pub struct LearnedEmbedding {
     /// How prompts write it.
     pub trigger: String,
     /// Its vectors in each text encoder, [vectors, width] in float32 on the CPU.
@@ -43,7 +43,7 @@ fn can_be_written(name: &str) -> bool {
     !name.is_empty() && name.chars().count() <= MAX_WORD_CHARS && !name.contains(char::is_control)
 }
 
-impl LearnedWord {
+impl LearnedEmbedding {
     /// Reads a safetensors file. The word is the `name` in its metadata if that can be a word, or else the name of the file without
     /// suffix.
     ///
@@ -143,7 +143,7 @@ mod tests {
     fn files_of_every_program_are_read() {
         let dir = tempfile::tempdir().unwrap();
         let read = |tensors: &[(&str, &[usize])], metadata: &[(&str, &str)]| {
-            let word = LearnedWord::read(&file(dir.path(), tensors, metadata)).unwrap();
+            let word = LearnedEmbedding::read(&file(dir.path(), tensors, metadata)).unwrap();
             let shapes: Vec<Vec<usize>> = word.vectors.iter().map(|tensor| tensor.dims().to_vec()).collect();
             (word.trigger, shapes, word.step)
         };
@@ -167,7 +167,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let trigger = |name: &str| {
             let path = file(dir.path(), &[("emb_params", &[2, 8])], &[("name", name)]);
-            LearnedWord::read(&path).unwrap().trigger
+            LearnedEmbedding::read(&path).unwrap().trigger
         };
         let long = "x".repeat(101);
         for name in [
@@ -187,7 +187,7 @@ mod tests {
         let path = file(dir.path(), &[("emb_params", &[2, 8])], &[]);
         let renamed = path.with_file_name(format!("{long}.safetensors"));
         std::fs::rename(&path, &renamed).unwrap();
-        let error = LearnedWord::read(&renamed).unwrap_err().to_string();
+        let error = LearnedEmbedding::read(&renamed).unwrap_err().to_string();
         assert!(error.contains("rename the file") && error.contains(&long), "{error}");
     }
 
@@ -200,7 +200,7 @@ mod tests {
             (&[("a", &[200, 3])], "200 vectors"),
             (&[("emb_params", &[0, 3])], "0 vectors"),
         ] {
-            let error = LearnedWord::read(&file(dir.path(), tensors, &[]))
+            let error = LearnedEmbedding::read(&file(dir.path(), tensors, &[]))
                 .unwrap_err()
                 .to_string();
             assert!(error.contains(why) && error.contains("my-word"), "{error}");

@@ -25,7 +25,7 @@ pub mod zimage;
 
 pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
-pub use embedding_file::{LearnedWord, embedding_names};
+pub use embedding_file::{LearnedEmbedding, embedding_names};
 pub use encoded_prompts::EncodedPrompts;
 pub use flux::{FLUX, FLUX_KONTEXT};
 pub use model::{AdapterNames, Family, GuidanceKind, Model, ModelWriter, Part, SaveOptions, TextEncoders};
@@ -119,11 +119,11 @@ pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
 ///
 /// # Errors
 /// As [`load`].
-pub fn check_words(path: &Path, arch: ArchName, words: &[LearnedWord]) -> Result<Vec<Option<EngineError>>> {
+pub fn check_embeddings(path: &Path, arch: ArchName, words: &[LearnedEmbedding]) -> Result<Vec<Option<EngineError>>> {
     let mut model = layout(path, arch, &PartPaths::default())?;
     let added = words
         .iter()
-        .map(|word| model.add_word(&word.trigger, &word.vectors).err());
+        .map(|word| model.add_embedding(&word.trigger, &word.vectors).err());
     Ok(added.collect())
 }
 

@@ -53,9 +53,9 @@ pub enum GuidanceKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdapterNames {
     /// sd-scripts' names, for U-Nets: `lora_unet_down_blocks_0_….lora_down.weight`, with `.alpha`.
-    Flattened,
+    Kohya,
     /// peft's names, for transformers: `transformer.transformer_blocks.0.….lora_A.weight`. Without alpha, as it is the rank.
-    Dotted,
+    Peft,
 }
 
 impl AdapterNames {
@@ -63,8 +63,8 @@ impl AdapterNames {
     #[must_use]
     pub fn matrices(self) -> [&'static str; 2] {
         match self {
-            Self::Flattened => ["lora_down.weight", "lora_up.weight"],
-            Self::Dotted => ["lora_A.weight", "lora_B.weight"],
+            Self::Kohya => ["lora_down.weight", "lora_up.weight"],
+            Self::Peft => ["lora_A.weight", "lora_B.weight"],
         }
     }
 }
@@ -73,7 +73,7 @@ impl AdapterNames {
 pub struct Part<'a> {
     /// Its name, which is that of its folder in a diffusers model: `unet`, `text_encoder_2`.
     pub id: &'static str,
-    /// What it does.
+    /// Whether it encodes prompts or predicts.
     pub role: PartRole,
     /// The beginning of the names of its layers in saved LoRA files: `lora_unet`, `lora_te2`.
     pub lora_prefix: &'static str,
@@ -81,7 +81,7 @@ pub struct Part<'a> {
     pub lora_names: AdapterNames,
     /// The lists of repeated blocks (`transformer_blocks`) outside of which a layer gets no LoRA, unless
     /// `network.transformer_only` is off. Empty: all layers get one.
-    pub blocks: &'static [&'static str],
+    pub block_lists: &'static [&'static str],
     /// Its layers.
     pub layers: &'a mut dyn VisitLayers,
 }
@@ -98,11 +98,11 @@ pub trait TextEncoders: Send + Debug {
     /// Their parts, whose layers a LoRA can change.
     fn parts(&mut self) -> Vec<Part<'_>>;
 
-    /// Adds a word to the prompts, as [`Model::add_word`].
+    /// Adds a word to the prompts, as [`Model::add_embedding`].
     ///
     /// # Errors
-    /// As [`Model::add_word`].
-    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+    /// As [`Model::add_embedding`].
+    fn add_embedding(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
         let _ = vectors;
         Err(EngineError::bad_input(format!(
             "the word `{trigger}`: words are for the CLIP text encoders of Stable Diffusion and SDXL, and this is another model"
@@ -115,10 +115,10 @@ pub trait TextEncoders: Send + Debug {
 /// Pipelines, trainers and processes use only this: a family that implements it can be generated with and trained.
 /// Latents are one tensor or several, each [b, channels, …], in float32 and scaled as the codec scales them.
 pub trait Model: Send + Debug {
-    /// The family.
+    /// The family by which it was loaded.
     fn family(&self) -> &'static dyn Family;
 
-    /// The device.
+    /// The device on which it computes.
     fn device(&self) -> &Device;
 
     /// The dtype of the arithmetic of the denoiser.
@@ -152,18 +152,18 @@ pub trait Model: Send + Debug {
     ///
     /// # Errors
     /// When words cannot be added to the family's text encoders, or they are not loaded.
-    fn word_vectors(&self, text: &str, count: usize) -> Result<Vec<Tensor>> {
+    fn initial_embedding(&self, text: &str, count: usize) -> Result<Vec<Tensor>> {
         let _ = (text, count);
-        Err(no_words(self.family().arch()))
+        Err(no_embeddings(self.family().arch()))
     }
 
     /// Adds a word to the prompts, with its vectors in each text encoder: [vectors, width] each, which may be variables.
     ///
     /// # Errors
-    /// As [`Self::word_vectors`], and when the word is known, or the vectors do not fit.
-    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+    /// As [`Self::initial_embedding`], and when the word is known, or the vectors do not fit.
+    fn add_embedding(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
         let _ = (trigger, vectors);
-        Err(no_words(self.family().arch()))
+        Err(no_embeddings(self.family().arch()))
     }
 
     /// Adds the sizes of the items to their conditioning. Models that are not conditioned on sizes ignore them.
@@ -175,7 +175,7 @@ pub trait Model: Send + Debug {
         Ok(conditioning)
     }
 
-    /// Predicts what the model is trained to predict (noise, velocity) from noisy latents, in float32, for one time step
+    /// Predicts what the model is trained to predict (noise, velocity) from noisy latents, in float32, for one timestep
     /// per item, [b], float32.
     ///
     /// # Errors
@@ -203,7 +203,7 @@ pub trait Model: Send + Debug {
     }
 
     /// The number of blocks that [`Self::predict_skipping`] can leave out.
-    fn blocks(&self) -> usize {
+    fn skippable_blocks(&self) -> usize {
         0
     }
 
@@ -212,8 +212,8 @@ pub trait Model: Send + Debug {
         GuidanceKind::ClassifierFree
     }
 
-    /// The factor of the difference between the predictions with the prompt and with the negative prompt, which is added to the
-    /// latter: of classifier-free guidance at this guidance scale. 1 and less: only the prediction with the prompt is used.
+    /// The weight `w` of classifier-free guidance, `negative + w * (positive - negative)`, at this guidance scale. At 1 and less only the
+    /// prediction with the prompt is made.
     fn cfg_factor(&self, guidance_scale: f64) -> f64 {
         guidance_scale
     }
@@ -343,7 +343,7 @@ pub trait Model: Send + Debug {
 }
 
 /// The error of a model whose text encoders get no words.
-fn no_words(arch: ArchName) -> EngineError {
+fn no_embeddings(arch: ArchName) -> EngineError {
     EngineError::bad_input(format!(
         "embedding: words are trained for the CLIP text encoders of Stable Diffusion and SDXL, and this is `arch: {arch}`"
     ))

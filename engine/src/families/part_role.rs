@@ -1,8 +1,8 @@
-//! What a part of a model does.
+//! Text encoder, denoiser or codec: the role of a part of a model.
 
 use std::fmt;
 
-/// What a part of a model does.
+/// The role of a part of a model, whichever its family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PartRole {
     /// Encodes prompts.

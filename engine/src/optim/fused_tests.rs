@@ -108,7 +108,7 @@ fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
 
 #[test]
 fn the_number_of_threads_does_not_change_the_result() {
-    for (name, options) in crate::testing::chosen(cases()) {
+    for (name, options) in crate::testing::sampled_cases(cases()) {
         let bits = |threads| {
             let result = in_pool(threads, || run(name, &options));
             let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
@@ -132,7 +132,7 @@ fn fused_steps_match_tensor_operations() {
         !matches!(name, AdamW8Bit | AdemaMix8Bit | Lion8Bit)
     };
     let compared = cases().into_iter().filter(|(name, _)| is_compared(name));
-    for (name, options) in crate::testing::chosen(compared.collect()) {
+    for (name, options) in crate::testing::sampled_cases(compared.collect()) {
         let tolerance = if name == OptimizerName::Prodigy8Bit { 1e-3 } else { 1e-5 };
         let (one, two) = (run(name, &options), portable(|| run(name, &options)));
         assert_eq!(one.keys().collect::<Vec<_>>(), two.keys().collect::<Vec<_>>());
@@ -155,7 +155,7 @@ fn fused_steps_match_tensor_operations() {
 #[test]
 fn fused_steps_without_reductions_are_bit_identical_to_tensor_operations() {
     use OptimizerName::*;
-    for name in crate::testing::chosen(vec![
+    for name in crate::testing::sampled_cases(vec![
         AdamW8Bit,
         AdamW,
         Adam,

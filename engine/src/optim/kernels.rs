@@ -21,14 +21,14 @@ macro_rules! multiversion {
                 fn avx2($($arg: $kind),*) $(-> $out)? {
                     body($($arg),*)
                 }
-                match $crate::nn::cpu::best_unit() {
+                match $crate::nn::cpu::best_isa() {
                     #[expect(unsafe_code, reason = "calls a function with AVX-512 enabled")]
                     // SAFETY: the result is `Avx512` only if the CPU has the instructions that `avx512` enables.
-                    $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },
+                    $crate::nn::cpu::Isa::Avx512 => return unsafe { avx512($($arg),*) },
                     #[expect(unsafe_code, reason = "calls a function with AVX2 enabled")]
                     // SAFETY: the result is `Avx2` only if the CPU has the instructions that `avx2` enables.
-                    $crate::nn::cpu::Unit::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::nn::cpu::Unit::Plain => {}
+                    $crate::nn::cpu::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::nn::cpu::Isa::Scalar => {}
                 }
             }
             body($($arg),*)

@@ -4,7 +4,7 @@
 use super::blockwise::QuantMap;
 use super::*;
 use crate::rng::TorchGenerator;
-use crate::testing::{chosen, fixtures};
+use crate::testing::{fixtures, sampled_cases};
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
@@ -144,7 +144,7 @@ fn twenty_steps_match_the_reference() {
     assert_eq!(cases.len(), 27);
     // The form of slices compares all of them.
     let cases = match crate::device::portable::is_portable() {
-        true => chosen(cases),
+        true => sampled_cases(cases),
         false => cases,
     };
     for case in cases {
@@ -203,7 +203,7 @@ fn two_hundred_steps_match_the_reference() {
     let file = fixtures().join("train/optim_long.safetensors");
     let want = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
     assert_eq!(rows.len(), 29);
-    for row in chosen(rows.iter().collect()) {
+    for row in sampled_cases(rows.iter().collect()) {
         let case = Case::of(row);
         let params = initial_params();
         let mut optimizer = case.build(&params);

@@ -12,7 +12,7 @@ use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model, SD3, sd2, sdxl};
 use crate::pipelines::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::samplers::NoiseSource;
 use crate::testing::{
-    chosen, fixtures, flux_files, in_portable_mode, schnell_folder, sd35_large_folder, sd35_without_t5, tiny,
+    fixtures, flux_files, in_portable_mode, sampled_cases, schnell_folder, sd35_large_folder, sd35_without_t5, tiny,
     zimage_folder,
 };
 use aitk_common::job::arch::ArchName;
@@ -44,7 +44,7 @@ fn with_scheduler(model: &SdModel, case: &Value) -> SdModel {
 fn compare_all<M: Model>(folder: &str, file: &str, model_of: impl Fn(&Value) -> M) {
     let (cases, images) = cases(folder, file);
     let mut failures = Vec::new();
-    let cases = chosen(cases);
+    let cases = sampled_cases(cases);
     let mut worst = 0;
     for case in &cases {
         match compare_case(case, &model_of(case), &images) {

@@ -69,12 +69,12 @@ impl Guidance {
             conditioning = Conditioning::cat(&[&negative, &conditioning])?;
         }
         if let Some(skip) = &request.skip_layer_guidance
-            && let Some(wrong) = skip.layers.iter().find(|layer| **layer >= model.blocks())
+            && let Some(wrong) = skip.layers.iter().find(|layer| **layer >= model.skippable_blocks())
         {
             return Err(EngineError::bad_input(format!(
                 "skip-layer guidance: there is no block {wrong} that can be left out; `{}` has {} of them",
                 model.family().arch(),
-                model.blocks()
+                model.skippable_blocks()
             )));
         }
         let count = conditioning.batch();
@@ -107,7 +107,7 @@ impl Guidance {
         })
     }
 
-    /// The guided predictions at time step `t`, in f32. `inputs`: the scaled samples of the samplers. `step`: the number of the step, and the
+    /// The guided predictions at timestep `t`, in f32. `inputs`: the scaled samples of the samplers. `step`: the number of the step, and the
     /// number of steps.
     pub(super) fn predict(
         &self,
@@ -127,7 +127,7 @@ impl Guidance {
             return forward(inputs, &self.conditioning);
         }
         let batch = self.conditioning.batch() / 2;
-        // The share of the way that is done at this time step, in f32, as diffusers computes it.
+        // The share of the way that is done at this timestep, in f32, as diffusers computes it.
         let done = (1000.0 - t as f32) / 1000.0;
         if self.truncation <= 1.0 && f64::from(done) > self.truncation {
             return forward(inputs, &self.conditioning.narrow(batch, batch)?);

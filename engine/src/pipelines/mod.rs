@@ -72,7 +72,7 @@ impl<'a> Pipeline<'a> {
     }
 
     /// Samples from noise and stops after `steps` of the request's steps: what the model gets in the next one, [b, channels, …], and
-    /// its time step.
+    /// its timestep.
     ///
     /// # Errors
     /// As [`Pipeline::text_to_image`], or when there are not so many steps.
@@ -91,7 +91,7 @@ impl<'a> Pipeline<'a> {
         let index = steps * evaluations;
         let Some(timestep) = sampling.timesteps.get(index).copied() else {
             return Err(EngineError::bad_input(format!(
-                "there is no time step after {steps} steps: there are {} in all",
+                "there is no timestep after {steps} steps: there are {} in all",
                 request.steps
             )));
         };
@@ -219,7 +219,7 @@ impl<'a> Pipeline<'a> {
         Ok(latents.into_iter().map(repeat).collect::<candle_core::Result<_>>()?)
     }
 
-    /// Samples from time step `begin` on and decodes the images. `None`: `on_step` returned `false`.
+    /// Samples from timestep `begin` on and decodes the images. `None`: `on_step` returned `false`.
     fn finish(
         &self,
         mut sampling: Sampling,
@@ -234,7 +234,7 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Samples at these time steps. `false`: `on_step` returned `false`.
+    /// Samples at these timesteps. `false`: `on_step` returned `false`.
     fn denoise(
         &self,
         sampling: &mut Sampling,
@@ -283,7 +283,7 @@ impl<'a> Pipeline<'a> {
 struct Sampling {
     guidance: Guidance,
     samplers: Vec<Box<dyn Sampler>>,
-    /// The time steps of the samplers.
+    /// The timesteps of the samplers.
     timesteps: Vec<f64>,
     latents: Vec<Tensor>,
 }
@@ -299,7 +299,7 @@ impl Sampling {
         }
     }
 
-    /// What the model gets at this time step.
+    /// What the model gets at this timestep.
     fn inputs(&self, index: usize) -> Result<Vec<Tensor>> {
         let inputs = self.samplers.iter().zip(&self.latents);
         let inputs = inputs.map(|(sampler, latents)| sampler.scale_model_input(latents, index));

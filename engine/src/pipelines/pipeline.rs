@@ -37,7 +37,7 @@ pub struct GenerateRequest {
     /// The most that guidance may lengthen a prediction, as a factor of its norm with the prompt alone: 0 is off
     /// (`cfg_normalization` of diffusers' Z-Image pipeline).
     pub cfg_normalization: f64,
-    /// The share of the time steps after which predictions are not guided (`cfg_truncation` there); 1: all are guided.
+    /// The share of the timesteps after which predictions are not guided (`cfg_truncation` there); 1: all are guided.
     pub cfg_truncation: f64,
     /// Control images (FLUX.1 Kontext): one for all prompts, or one per prompt, all of one size, which is rounded down to a multiple of
     /// the model's and need not be that of the generated image.

@@ -5,7 +5,7 @@ use crate::adapters::{LoadedAdapter, load_lora};
 use crate::families::LoadOptions;
 use crate::families::stable_diffusion::SdModel;
 use crate::rng::TorchGenerator;
-use crate::testing::{chosen, fixtures, gap, largest, load_sd, tiny_sd};
+use crate::testing::{fixtures, gap, largest, load_sd, sampled_cases, tiny_sd};
 use candle_core::{Device, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -175,7 +175,7 @@ fn loras_of_aitk_give_the_same_images_in_diffusers() {
         let (model, lora) = model_with_lora(&folder.join(file));
         assert!(lora.unknown.is_empty(), "{file}: {:?}", lora.unknown);
         let own: Vec<&Value> = cases.iter().filter(|case| case["file"] == **file).collect();
-        for case in chosen(own) {
+        for case in sampled_cases(own) {
             lora.multiplier.set(case["lora"].as_f64().unwrap());
             worst = worst.max(compare_case(case, &model, &tensors).unwrap().0);
         }
@@ -211,7 +211,7 @@ fn a_lora_with_a_large_alpha_is_scaled_as_in_diffusers() {
             .count()
             >= 2
     );
-    for case in chosen(stable) {
+    for case in sampled_cases(stable) {
         lora.multiplier.set(case["lora"].as_f64().unwrap());
         let (difference, count) = compare_case(case, &model, &tensors).unwrap();
         println!(
@@ -230,7 +230,7 @@ fn every_image_matches_diffusers() {
     let (with_lora, lora) = model_with_lora(&folder.join("lora.safetensors"));
     let compare_case = |case: &Value, model: &SdModel| compare_case(case, model, &tensors);
     let all = cases.len();
-    let cases = chosen(cases);
+    let cases = sampled_cases(cases);
     let (lora_cases, plain_cases): (Vec<&Value>, Vec<&Value>) =
         cases.iter().partition(|case| case.get("lora").is_some());
     let mut results: Vec<_> = plain_cases.iter().map(|case| compare_case(case, &plain)).collect();
@@ -266,7 +266,7 @@ fn models_of_other_shapes_match_diffusers() {
         let model = load_sd(folder.join(name), &LoadOptions::cpu()).unwrap();
         let own: Vec<&Value> = cases.iter().filter(|case| case["model"] == name).collect();
         assert_eq!(own.len(), 4, "{name}");
-        for case in chosen(own) {
+        for case in sampled_cases(own) {
             let key = case["case"].as_str().unwrap();
             match compare(&generate(case, &model, &tensors).unwrap(), &tensors[key]) {
                 Ok((difference, _)) if difference <= TOLERANCE => {}

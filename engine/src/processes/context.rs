@@ -7,7 +7,7 @@ use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
 use crate::families::{
-    self, EncodedPrompts, LearnedWord, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders, WeightChanges,
+    self, EncodedPrompts, LearnedEmbedding, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders, WeightChanges,
 };
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
@@ -194,7 +194,7 @@ impl Context<'_> {
         }
         // The prompts were encoded with the words.
         for (place, word) in self.words(config)?.iter().filter(|_| encodes_prompts) {
-            let added = model.add_word(&word.trigger, &word.vectors);
+            let added = model.add_embedding(&word.trigger, &word.vectors);
             added.map_err(|error| EngineError::bad_input(format!("{place}: {error}")))?;
         }
         let vae_path = match &config.vae_path {
@@ -249,7 +249,7 @@ impl Context<'_> {
         let path = self.local_path(&config.name_or_path)?;
         let mut encoders = families::load_text_encoders(&path, config.arch.name, &options)?;
         for (place, word) in self.words(config)? {
-            let added = encoders.add_word(&word.trigger, &word.vectors);
+            let added = encoders.add_embedding(&word.trigger, &word.vectors);
             added.map_err(|error| EngineError::bad_input(format!("{place}: {error}")))?;
         }
         Ok(encoders)
@@ -268,7 +268,7 @@ impl Context<'_> {
     }
 
     /// Reads the words of `model.embedding_paths`, each with its key and its file for messages.
-    fn words(&mut self, config: &ModelConfig) -> Result<Vec<(String, LearnedWord)>> {
+    fn words(&mut self, config: &ModelConfig) -> Result<Vec<(String, LearnedEmbedding)>> {
         let mut words = Vec::new();
         let files = self.embedding_files(config)?;
         for (number, path) in files.iter().enumerate() {
@@ -276,7 +276,7 @@ impl Context<'_> {
                 1 => "model.embedding_paths".to_owned(),
                 _ => format!("model.embedding_paths[{number}]"),
             };
-            let read = LearnedWord::read(path);
+            let read = LearnedEmbedding::read(path);
             let word = read.map_err(|error| EngineError::bad_input(format!("{key}: {error}")))?;
             let vectors = word.vectors.first().map_or(0, |vectors| vectors.dims()[0]);
             self.log(

@@ -2,7 +2,7 @@
 
 use super::tests::{generate_job, images, run_spec, spec};
 use crate::image_io;
-use crate::testing::{chosen, fixtures, quantised_folder};
+use crate::testing::{fixtures, quantised_folder, sampled_cases};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::plan::profile::MemoryProfile;
 
@@ -34,7 +34,7 @@ fn every_memory_layout_generates_the_same_image() {
             MemoryProfile::Balanced,
         ),
     ]);
-    for (model, profile) in chosen(layouts.collect()) {
+    for (model, profile) in sampled_cases(layouts.collect()) {
         let found = generate_pixels(model, profile);
         let worst = found.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
         assert!(
@@ -62,7 +62,7 @@ fn a_model_quantised_in_its_files_generates_the_same_image_when_streamed() {
         ("unet_float8.safetensors", "model.safetensors", "float8"),
         ("unet_bitsandbytes.safetensors", "model.safetensors", "fp4, int8, nf4"),
     ];
-    for (file, name, kinds) in chosen(unets.to_vec()) {
+    for (file, name, kinds) in sampled_cases(unets.to_vec()) {
         let folder = quantised_folder("text_bitsandbytes.safetensors", (file, name));
         let mut expected = None;
         for profile in [MemoryProfile::CpuOnly, MemoryProfile::GpuPoor, MemoryProfile::Extreme] {

@@ -97,7 +97,7 @@ fn a_rescaled_lora_gives_the_images_of_the_lora_with_a_multiplier() {
     };
     let output = dir.path().join("stronger.safetensors");
     // With an alpha, and with peft's names, whose alpha is in the metadata.
-    for (file, factor, target) in crate::testing::chosen(vec![
+    for (file, factor, target) in crate::testing::sampled_cases(vec![
         ("lora/ai_toolkit.safetensors", 0.5, "up_down"),
         ("lora/ai_toolkit.safetensors", 0.5, "alpha"),
         ("lora/ai_toolkit.safetensors", -0.7, "up_down"),

@@ -1,7 +1,7 @@
 //! Every config of `config/examples` runs on a tiny model of its family, with other paths, sizes and numbers of steps.
 
 use super::{StopSignal, run};
-use crate::testing::{attempt, chosen, fixtures, in_own_folder, sd35_large_folder, tuned, zimage_folder};
+use crate::testing::{attempt, fixtures, in_own_folder, sampled_cases, sd35_large_folder, tuned, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::{self, JobSpec, LoadOptions};
 use serde_json::{Value, json};
@@ -83,7 +83,7 @@ fn every_shipped_example_runs() {
     files.retain(|path| path.extension().is_some_and(|end| end == "yaml"));
     files.sort();
     assert!(files.len() >= 24, "{files:?}");
-    for path in chosen(files) {
+    for path in sampled_cases(files) {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();

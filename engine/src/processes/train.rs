@@ -62,7 +62,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use switched_loras::SwitchedLoras;
-use target::Target;
+use target::TrainedParameters;
 use validation::Validation;
 
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
@@ -157,7 +157,7 @@ impl<'a> Run<'a> {
         let checkpointing =
             Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         model.set_checkpointing(checkpointing);
-        let target = Target::new(process, &mut *model, seed, cx)?;
+        let target = TrainedParameters::new(process, &mut *model, seed, cx)?;
         let trainer = trainer(process, &target, &memory_options, compute.dtype, seed)?;
         let configured = process.learning_rate();
         let lr = crate::optim::base_lr(process.train.optimizer, configured);
@@ -194,21 +194,21 @@ impl<'a> Run<'a> {
             data,
             latents,
             masks: LossMasks::default(),
-            captions: ConditioningCache::default(),
+            encoded_captions: ConditioningCache::default(),
             switched_loras,
             slider: Slider::of(process, seed).map(Arc::new),
             model,
             start_step: 0,
-            started_at: None,
+            configured_start_step: None,
             last_checkpoint: None,
             interrupted_saves: Vec::new(),
             kept_saves: Vec::new(),
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
             learned_snr: options::learns_snr(process).then(SharedLearnedSnr::default),
-            misses_validation: false,
+            validation_is_pending: false,
             has_merged: false,
-            reading: Duration::ZERO,
+            data_time: Duration::ZERO,
             metrics,
             stop: cx.stop.clone(),
         };
@@ -260,7 +260,7 @@ impl<'a> Run<'a> {
                 return self.end_at(cx, step);
             }
             let started = Instant::now();
-            self.reading = Duration::ZERO;
+            self.data_time = Duration::ZERO;
             self.trainer.begin_step(step);
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
                 match self.micro_batch(step, micro) {
@@ -292,12 +292,12 @@ impl<'a> Run<'a> {
             let seconds = started.elapsed().as_secs_f64();
             let mut measured = Measured {
                 validation: None,
-                data_share: Some(self.reading.as_secs_f64() / seconds).filter(|share| share.is_finite()),
+                data_share: Some(self.data_time.as_secs_f64() / seconds).filter(|share| share.is_finite()),
             };
             if let Some(fixed) = self.validation.clone().filter(|fixed| fixed.is_due(done, steps)) {
                 let start = Instant::now();
                 measured.validation = self.validation_loss(&fixed)?;
-                self.misses_validation = measured.validation.is_none();
+                self.validation_is_pending = measured.validation.is_none();
                 progress.exclude(start.elapsed());
             }
             if let Some(warning) = self.metrics.step(done, &report, measured) {
@@ -429,7 +429,7 @@ mod request_tests;
 mod resume_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod resumption_check;
+mod resumption_test;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;
@@ -450,7 +450,7 @@ mod tests;
 mod text_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod transformer_runs;
+mod transformer_test_runs;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod validation_tests;

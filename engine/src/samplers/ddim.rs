@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 struct Ddim {
     common: DiscreteSampler,
-    /// Training time steps between two sampling steps.
+    /// Training timesteps between two sampling steps.
     stride: i64,
     /// `alpha_cumprod` after the last step.
     final_alpha: f32,
@@ -49,7 +49,7 @@ impl Sampler for Ddim {
             PredictionType::Sample => scaled(&blend(1.0, sample, -sqrt_alpha, output)?, 1.0 / sqrt_beta)?,
             PredictionType::VPrediction => blend(sqrt_alpha, output, sqrt_beta, sample)?,
         };
-        let original = self.common.predict_original(alpha, output, sample)?;
+        let original = self.common.predict_x0(alpha, output, sample)?;
         let variance = (1.0 - alpha_previous) / (1.0 - alpha) * (1.0 - alpha / alpha_previous);
         let std_dev = self.eta * variance.sqrt();
         let direction = (1.0 - alpha_previous - std_dev * std_dev).sqrt();

@@ -46,7 +46,7 @@ impl Sampler for Ddpm {
         let (beta, beta_previous) = (1.0 - alpha, 1.0 - alpha_previous);
         let current_alpha = alpha / alpha_previous;
         let current_beta = 1.0 - current_alpha;
-        let original = self.common.predict_original(alpha, step.output, step.sample)?;
+        let original = self.common.predict_x0(alpha, step.output, step.sample)?;
         let original_weight = alpha_previous.sqrt() * current_beta / beta;
         let sample_weight = current_alpha.sqrt() * beta_previous / beta;
         let mean = blend(original_weight, &original, sample_weight, step.sample)?;

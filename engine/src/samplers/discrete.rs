@@ -1,4 +1,4 @@
-//! The state that ddim and ddpm share: both work on training time steps and predict the image without noise.
+//! The state that ddim and ddpm share: both work on training timesteps and predict the image without noise.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
 use super::sampler::{SamplerError, SamplerOptions, blend, scaled};
@@ -6,7 +6,7 @@ use super::schedule::NoiseSchedule;
 use super::spacing;
 use candle_core::Tensor;
 
-/// Noise schedule, time steps and clipping of a sampler that works on training time steps.
+/// Noise schedule, timesteps and clipping of a sampler that works on training timesteps.
 pub(super) struct DiscreteSampler {
     pub(super) schedule: NoiseSchedule,
     pub(super) timesteps: Vec<f64>,
@@ -27,7 +27,7 @@ impl DiscreteSampler {
         })
     }
 
-    /// The training time step of sampling step `index`, and its `alpha_cumprod`.
+    /// The training timestep of sampling step `index`, and its `alpha_cumprod`.
     pub(super) fn timestep_and_alpha(&self, index: usize) -> Result<(i64, f32), SamplerError> {
         let t = self.timesteps[index] as i64;
         Ok((t, self.schedule.alpha_cumprod(t)?))
@@ -35,12 +35,7 @@ impl DiscreteSampler {
 
     /// The image without noise that the model's output implies (`pred_original_sample` of diffusers), clamped if
     /// `clip_sample` is on.
-    pub(super) fn predict_original(
-        &self,
-        alpha: f32,
-        output: &Tensor,
-        sample: &Tensor,
-    ) -> Result<Tensor, SamplerError> {
+    pub(super) fn predict_x0(&self, alpha: f32, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
         let (sqrt_alpha, sqrt_beta) = (alpha.sqrt(), (1.0 - alpha).sqrt());
         let original = match self.schedule.prediction_type {
             PredictionType::Epsilon => scaled(&blend(1.0, sample, -sqrt_beta, output)?, 1.0 / sqrt_alpha)?,

@@ -95,7 +95,7 @@ fn make(
     }))
 }
 
-/// The time steps and shares of noise for models that were trained by flow matching.
+/// The timesteps and shares of noise for models that were trained by flow matching.
 fn flow_levels(
     params: &SamplerParams,
     options: SamplerOptions,

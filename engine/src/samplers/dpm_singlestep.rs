@@ -10,7 +10,7 @@ use candle_core::Tensor;
 
 struct DpmSinglestep {
     timesteps: Vec<f64>,
-    /// The noise level of each time step, and the level at which sampling ends.
+    /// The noise level of each timestep, and the level at which sampling ends.
     levels: Vec<NoiseLevel>,
     prediction_type: PredictionType,
     algorithm: Algorithm,
@@ -54,7 +54,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
     };
     let schedule = NoiseSchedule::new(&params)?;
     let params = SamplerParams {
-        // This class rounds the time steps of Karras noise levels with every schedule of betas.
+        // This class rounds the timesteps of Karras noise levels with every schedule of betas.
         beta_schedule: None,
         ..params
     };

@@ -138,7 +138,7 @@ pub(super) fn ends_at_zero(params: &SamplerParams) -> Result<bool, SamplerError>
     }
 }
 
-/// The time steps and noise levels for diffusion models.
+/// The timesteps and noise levels for diffusion models.
 pub(super) fn diffusion_levels(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> (Vec<f64>, Vec<f64>) {
     let train_sigmas = schedule.sigmas();
     let (low, high) = (
@@ -164,7 +164,7 @@ pub(super) fn diffusion_levels(params: &SamplerParams, schedule: &NoiseSchedule,
     (levels.iter().map(to_step).collect(), levels)
 }
 
-/// The time steps in descending order. The classes space `steps + 1` of them and leave out the last.
+/// The timesteps in descending order. The classes space `steps + 1` of them and leave out the last.
 fn timesteps_of(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> Vec<f64> {
     let clip = params.lambda_min_clipped.unwrap_or(f64::NEG_INFINITY);
     let lambda = |a: f32| f64::from(a.sqrt().ln() - (1.0 - a).sqrt().ln());

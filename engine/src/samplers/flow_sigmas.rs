@@ -100,7 +100,7 @@ fn positive(key: &str, value: f64) -> Result<f64, SamplerError> {
 pub(super) struct FlowSigmas {
     /// From much noise to none; one more than there are steps. With `invert_sigmas` from 0 to 1.
     pub(super) sigmas: Vec<f32>,
-    /// The time steps that the model gets: sigma times the training steps.
+    /// The timesteps that the model gets: sigma times the training steps.
     pub(super) timesteps: Vec<f64>,
 }
 
@@ -158,7 +158,7 @@ impl FlowSigmas {
     }
 }
 
-/// The time steps of a sampler of so many steps, with the shift of `scheduler_config.json` for an image of so many tokens: what
+/// The timesteps of a sampler of so many steps, with the shift of `scheduler_config.json` for an image of so many tokens: what
 /// training draws from with `timestep_type: shift`.
 ///
 /// # Errors

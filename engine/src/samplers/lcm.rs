@@ -33,7 +33,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
     let stride = common.schedule.len() / original;
     if stride == 0 {
         return Err(SamplerError::Config(format!(
-            "`original_inference_steps: {original}` in scheduler_config.json is more than the {} training time steps",
+            "`original_inference_steps: {original}` in scheduler_config.json is more than the {} training timesteps",
             common.schedule.len()
         )));
     }
@@ -54,7 +54,7 @@ impl Sampler for Lcm {
 
     fn step(&mut self, mut step: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let (t, alpha) = self.common.timestep_and_alpha(step.index)?;
-        let original = self.common.predict_original(alpha, step.output, step.sample)?;
+        let original = self.common.predict_x0(alpha, step.output, step.sample)?;
         let scaled_time = t as f32 * self.timestep_scaling;
         let variance = scaled_time * scaled_time + SIGMA_DATA * SIGMA_DATA;
         let (keep, change) = (SIGMA_DATA * SIGMA_DATA / variance, scaled_time / variance.sqrt());

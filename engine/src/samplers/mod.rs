@@ -1,6 +1,6 @@
 //! Noise schedules and samplers, named and parameterised as in diffusers 0.42.1 (which calls them schedulers).
 //!
-//! A sampler goes through a list of time steps; at each it computes a less noisy sample from what the model predicted.
+//! A sampler goes through a list of timesteps; at each it computes a less noisy sample from what the model predicted.
 //! All samplers compute in f32, whatever the model computes in. CONTRIBUTING.md lists what a new one touches.
 
 mod beta_quantile;

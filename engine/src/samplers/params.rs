@@ -4,7 +4,7 @@ use super::sampler::SamplerError;
 use crate::models::config;
 use serde_json::Value;
 
-/// How the betas grow over the training time steps.
+/// How the betas grow over the training timesteps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BetaSchedule {
     /// Linear from `beta_start` to `beta_end`.
@@ -26,7 +26,7 @@ pub enum PredictionType {
     Sample,
 }
 
-/// Which of the training time steps are used for sampling.
+/// Which of the training timesteps are used for sampling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spacing {
     /// Multiples of `T / steps`, from 0.

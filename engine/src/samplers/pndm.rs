@@ -9,9 +9,9 @@ use candle_core::Tensor;
 struct Pndm {
     schedule: NoiseSchedule,
     timesteps: Vec<f64>,
-    /// The time steps of the Runge-Kutta steps, which are the first of `timesteps`. Empty with `skip_prk_steps`.
+    /// The timesteps of the Runge-Kutta steps, which are the first of `timesteps`. Empty with `skip_prk_steps`.
     prk_timesteps: Vec<f64>,
-    /// Training time steps between two sampling steps.
+    /// Training timesteps between two sampling steps.
     stride: i64,
     /// `alpha_cumprod` after the last step.
     final_alpha: f32,
@@ -47,7 +47,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
         true,
     );
     let (prk_timesteps, plms_timesteps) = if params.skip_prk_steps.unwrap_or(false) {
-        // The second time step is used twice: once to predict, once to correct.
+        // The second timestep is used twice: once to predict, once to correct.
         let mut plms_timesteps = base.clone();
         if let Some(second) = base.get(1) {
             plms_timesteps.insert(1, *second);
@@ -147,7 +147,7 @@ impl Pndm {
         self.previous_sample(&sample, t, previous, &combined)
     }
 
-    /// The sample at time step `previous`: formula (9) of the PNDM paper.
+    /// The sample at timestep `previous`: formula (9) of the PNDM paper.
     fn previous_sample(&self, sample: &Tensor, t: i64, previous: i64, output: &Tensor) -> Result<Tensor, SamplerError> {
         let alpha = self.schedule.alpha_cumprod(t)?;
         let alpha_previous = if previous >= 0 {

@@ -38,15 +38,15 @@ pub enum SamplerError {
     Steps {
         /// The requested number.
         steps: usize,
-        /// How many training time steps the schedule has.
+        /// How many training timesteps the schedule has.
         train_steps: usize,
     },
-    /// The sampler needs a time step outside the noise schedule (for example with 1000 steps and an offset of 1).
-    #[error("time step {t} is outside the noise schedule of {train_steps} steps: use fewer sampling steps")]
+    /// The sampler needs a timestep outside the noise schedule (for example with 1000 steps and an offset of 1).
+    #[error("timestep {t} is outside the noise schedule of {train_steps} steps: use fewer sampling steps")]
     TimeStep {
-        /// The time step.
+        /// The timestep.
         t: i64,
-        /// How many training time steps the schedule has.
+        /// How many training timesteps the schedule has.
         train_steps: usize,
     },
     /// A tensor operation failed.
@@ -54,9 +54,9 @@ pub enum SamplerError {
     Tensor(#[from] candle_core::Error),
 }
 
-/// A sampler with its list of time steps. [`build`](super::build) makes one.
+/// A sampler with its list of timesteps. [`build`](super::build) makes one.
 pub trait Sampler: Send {
-    /// The time steps in sampling order, as the model gets them. Some samplers use one of them twice.
+    /// The timesteps in sampling order, as the model gets them. Some samplers use one of them twice.
     fn timesteps(&self) -> &[f64];
 
     /// How many entries of [`Sampler::timesteps`] one sampling step has: 2 for Heun's method and KDPM2, whose last step has one.
@@ -82,13 +82,13 @@ pub trait Sampler: Send {
     /// The sample after this step. Steps must be made in order; they may begin in the middle (image-to-image).
     ///
     /// # Errors
-    /// A tensor error, or a time step outside the schedule.
+    /// A tensor error, or a timestep outside the schedule.
     fn step(&mut self, step: SamplerStep<'_>) -> Result<Tensor, SamplerError>;
 
     /// `original` with as much noise as a sample has before step `index`.
     ///
     /// # Errors
-    /// A tensor error, or a time step outside the schedule.
+    /// A tensor error, or a timestep outside the schedule.
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError>;
 }
 

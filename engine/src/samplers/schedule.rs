@@ -1,4 +1,4 @@
-//! The noise schedule: how much noise an image has at each training time step.
+//! The noise schedule: how much noise an image has at each training timestep.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams};
 use super::sampler::SamplerError;
@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 /// torch, so that the numbers are the same.
 #[derive(Clone, Debug)]
 pub struct NoiseSchedule {
-    /// `beta_t` for each training time step.
+    /// `beta_t` for each training timestep.
     pub betas: Vec<f32>,
     /// `prod_{s <= t} (1 - beta_s)`.
     pub alphas_cumprod: Vec<f32>,
@@ -61,7 +61,7 @@ impl NoiseSchedule {
         })
     }
 
-    /// How many training time steps there are.
+    /// How many training timesteps there are.
     #[must_use]
     pub fn len(&self) -> usize {
         self.alphas_cumprod.len()
@@ -85,7 +85,7 @@ impl NoiseSchedule {
         })
     }
 
-    /// The signal-to-noise ratio `alpha / (1 - alpha)` at a time step, as min-SNR weighting uses it.
+    /// The signal-to-noise ratio `alpha / (1 - alpha)` at a timestep, as min-SNR weighting uses it.
     ///
     /// # Errors
     /// [`SamplerError::TimeStep`] outside the schedule.
@@ -95,7 +95,7 @@ impl NoiseSchedule {
         Ok(ratio * ratio)
     }
 
-    /// `sqrt(alpha_t) * x + sqrt(1 - alpha_t) * noise`, one time step per batch element.
+    /// `sqrt(alpha_t) * x + sqrt(1 - alpha_t) * noise`, one timestep per batch element.
     ///
     /// # Errors
     /// [`SamplerError::TimeStep`] outside the schedule, or a tensor error when shapes differ.
@@ -113,7 +113,7 @@ impl NoiseSchedule {
         Ok((noise.broadcast_mul(&signal_scale)? - x.broadcast_mul(&noise_scale)?)?)
     }
 
-    /// `sqrt(alpha_t)` and `sqrt(1 - alpha_t)` of each time step, shaped to be broadcast over `x`.
+    /// `sqrt(alpha_t)` and `sqrt(1 - alpha_t)` of each timestep, shaped to be broadcast over `x`.
     fn coefficients(&self, x: &Tensor, timesteps: &[i64]) -> Result<(Tensor, Tensor), SamplerError> {
         let alphas = timesteps
             .iter()
@@ -128,7 +128,7 @@ impl NoiseSchedule {
         Ok((signal_scale, noise_scale))
     }
 
-    /// `sqrt((1 - alpha) / alpha)` for each training time step.
+    /// `sqrt((1 - alpha) / alpha)` for each training timestep.
     pub(super) fn sigmas(&self) -> Vec<f32> {
         self.alphas_cumprod.iter().map(|a| ((1.0 - a) / a).sqrt()).collect()
     }

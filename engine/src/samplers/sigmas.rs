@@ -1,4 +1,4 @@
-//! The time steps and noise levels of the samplers that work on noise levels (euler, euler_a, lms, dpm_2, dpm_2_a).
+//! The timesteps and noise levels of the samplers that work on noise levels (euler, euler_a, lms, dpm_2, dpm_2_a).
 
 use super::params::{PredictionType, SamplerParams, Spacing};
 use super::sampler::{SamplerError, scaled};
@@ -6,10 +6,10 @@ use super::schedule::NoiseSchedule;
 use super::spacing;
 use candle_core::Tensor;
 
-/// Time steps and noise levels of one sampling run.
+/// Timesteps and noise levels of one sampling run.
 pub(super) struct SigmaSchedule {
     pub(super) timesteps: Vec<f64>,
-    /// The noise level of each time step, and the level at which sampling ends.
+    /// The noise level of each timestep, and the level at which sampling ends.
     pub(super) sigmas: Vec<f32>,
     pub(super) init_noise_sigma: f64,
     pub(super) prediction_type: PredictionType,

@@ -1,8 +1,8 @@
-//! The time steps and noise levels that a sampler uses, computed as numpy computes them.
+//! The timesteps and noise levels that a sampler uses, computed as numpy computes them.
 
 use super::params::Spacing;
 
-/// Time steps in descending order, as most diffusers samplers choose them.
+/// Timesteps in descending order, as most diffusers samplers choose them.
 pub(super) fn timesteps(spacing: Spacing, train: usize, steps: usize, offset: i64, rounded: bool) -> Vec<f64> {
     match spacing {
         Spacing::Linspace => {
@@ -72,7 +72,7 @@ pub(super) fn exponential(sigma_min: f64, sigma_max: f64, n: usize) -> Vec<f64> 
         .collect()
 }
 
-/// The (fractional) training time step whose noise level is `sigma`.
+/// The (fractional) training timestep whose noise level is `sigma`.
 pub(super) fn sigma_to_t(sigma: f64, train_sigmas: &[f32]) -> f64 {
     let log_sigma = sigma.max(1e-10).ln();
     let log = |i: usize| train_sigmas[i].ln();

@@ -43,7 +43,7 @@ fn run_with(case: &Value, params: SamplerParams, tensors: &HashMap<String, Tenso
     // The levels between steps of `dpm_2_a` amplify the rounding of f32.
     let differs = |(a, b): (&f32, &f32)| (a - b).abs() > (1e-5 * b).max(1e-3);
     if steps.len() != expected_steps.len() || steps.iter().zip(&expected_steps).any(differs) {
-        return Err(format!("time steps {steps:?}, expected {expected_steps:?}"));
+        return Err(format!("timesteps {steps:?}, expected {expected_steps:?}"));
     }
     let mut source = NoiseSource::Shared(TorchGenerator::manual_seed(2024));
     let noise = source.randn(&[2, 1, 3, 3], DType::F32, &Device::Cpu).unwrap();
@@ -392,7 +392,7 @@ fn extreme_but_valid_step_counts_never_panic() {
                     let mut sample = Tensor::ones((1, 1, 2, 2), DType::F32, &Device::Cpu).unwrap();
                     for index in 0..sampler.timesteps().len() {
                         let output = sampler.scale_model_input(&sample, index).unwrap();
-                        // A time step outside the schedule is an error, not a panic.
+                        // A timestep outside the schedule is an error, not a panic.
                         let Ok(next) = sampler.step(SamplerStep {
                             index,
                             output: &output,

@@ -1,4 +1,4 @@
-//! Diffusion as in DDPM: the model predicts the noise or the velocity at one of the time steps of a noise schedule
+//! Diffusion as in DDPM: the model predicts the noise or the velocity at one of the timesteps of a noise schedule
 //! (J. Ho and others, 2020; T. Salimans and J. Ho, 2022).
 
 use super::flow_match::per_item;
@@ -26,13 +26,13 @@ pub struct SnrWeighting {
 pub struct Ddpm {
     /// The noise levels, and what the model predicts.
     pub schedule: NoiseSchedule,
-    /// How time steps and noise are drawn.
+    /// How timesteps and noise are drawn.
     pub noise: NoiseOptions,
     /// How the loss is weighted.
     pub weighting: SnrWeighting,
 }
 
-/// Time steps are whole numbers here.
+/// Timesteps are whole numbers here.
 fn index(timestep: f32) -> i64 {
     timestep as i64
 }
@@ -84,7 +84,12 @@ impl Objective for Ddpm {
         }
     }
 
-    fn source(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<(Tensor, Tensor)> {
+    fn predict_x0_and_weights(
+        &self,
+        noisy: &Tensor,
+        predicted: &Tensor,
+        drawn: &NoiseDraw,
+    ) -> Result<(Tensor, Tensor)> {
         if self.schedule.prediction_type != PredictionType::Epsilon {
             return Err(EngineError::Unsupported(
                 "train.loss_target: `source` and `unaugmented` need a model that predicts the noise (epsilon) or is trained by flow \

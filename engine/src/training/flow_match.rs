@@ -11,11 +11,11 @@ use candle_core::Tensor;
 /// The objective of flow-matching models.
 #[derive(Clone, Debug)]
 pub struct FlowMatch {
-    /// The time steps that are trained.
+    /// The timesteps that are trained.
     pub timesteps: FlowTimesteps,
     /// How the loss is weighted.
     pub weighting: FlowWeighting,
-    /// Which entries of the table of time steps are drawn, and how noise is.
+    /// Which entries of the table of timesteps are drawn, and how noise is.
     pub noise: NoiseOptions,
 }
 
@@ -39,7 +39,7 @@ impl Objective for FlowMatch {
             .into_iter()
             .map(|i| table.get(i).copied())
             .collect::<Option<Vec<f32>>>()
-            .ok_or_else(|| EngineError::Internal("a time step outside of the table was drawn".into()))?;
+            .ok_or_else(|| EngineError::Internal("a timestep outside of the table was drawn".into()))?;
         let noise = draw_noise(&self.noise, generator, inputs)?;
         Ok(NoiseDraw {
             timesteps,
@@ -59,7 +59,7 @@ impl Objective for FlowMatch {
         };
         let next: Option<Vec<f32>> = drawn.timesteps.iter().map(next).collect();
         next.map(Some)
-            .ok_or_else(|| EngineError::Internal("a time step without a next one was drawn".into()))
+            .ok_or_else(|| EngineError::Internal("a timestep without a next one was drawn".into()))
     }
 
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
@@ -88,7 +88,7 @@ impl Objective for FlowMatch {
         false
     }
 
-    fn estimate(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
+    fn predict_x0(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
         let share = per_item(
             noisy,
             drawn
@@ -99,10 +99,15 @@ impl Objective for FlowMatch {
         Ok((noisy - predicted.broadcast_mul(&share)?)?)
     }
 
-    fn source(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<(Tensor, Tensor)> {
+    fn predict_x0_and_weights(
+        &self,
+        noisy: &Tensor,
+        predicted: &Tensor,
+        drawn: &NoiseDraw,
+    ) -> Result<(Tensor, Tensor)> {
         let weight = |t: &f32| (t / TRAIN_TIMESTEPS as f32).max(LEAST_SHARE).powi(-2);
         Ok((
-            self.estimate(noisy, predicted, drawn)?,
+            self.predict_x0(noisy, predicted, drawn)?,
             per_item(noisy, drawn.timesteps.iter().map(weight))?,
         ))
     }
@@ -124,13 +129,13 @@ impl Objective for FlowMatch {
             Some(next / TRAIN_TIMESTEPS as f32)
         };
         let levels: Option<Vec<f32>> = drawn.timesteps.iter().map(further).collect();
-        levels.ok_or_else(|| EngineError::Internal("a time step outside of the table was drawn".into()))
+        levels.ok_or_else(|| EngineError::Internal("a timestep outside of the table was drawn".into()))
     }
 }
 
 /// The least share of noise by which [`Objective::estimate`] moves, as in ai-toolkit.
 const LEAST_SHARE: f32 = 0.001;
-/// How far `loss_type: stepped` steps, in entries of the table of time steps, and in noise levels where they are even.
+/// How far `loss_type: stepped` steps, in entries of the table of timesteps, and in noise levels where they are even.
 const STEPPED_ENTRIES: usize = 50;
 const STEPPED_SHARE: f32 = 0.05;
 
@@ -144,7 +149,7 @@ pub(super) fn per_item(x: &Tensor, values: impl Iterator<Item = f32>) -> Result<
     Ok(Tensor::from_vec(values, shape, x.device())?)
 }
 
-/// Takes a step of a sampler (Euler) from the drawn time steps to `next` with this prediction, and returns the draw that is there:
+/// Takes a step of a sampler (Euler) from the drawn timesteps to `next` with this prediction, and returns the draw that is there:
 /// the noise that leads from the latents to where the step arrived, as ai-toolkit computes it.
 ///
 /// # Errors

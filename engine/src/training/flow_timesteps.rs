@@ -1,18 +1,18 @@
-//! The time steps that flow matching trains (`train.timestep_type`): a table from much noise to little, of which each item of a
+//! The timesteps that flow matching trains (`train.timestep_type`): a table from much noise to little, of which each item of a
 //! batch gets one. As in ai-toolkit (`toolkit/samplers/custom_flowmatch_sampler.py`), whose formulas these are.
 
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
 use crate::samplers::{SamplerParams, dynamic_mu, shifted_timesteps};
 
-/// Time steps from all noise to none.
+/// Timesteps from all noise to none.
 pub(super) const TRAIN_TIMESTEPS: f64 = 1000.0;
 /// The share of log-normal entries in the table of [`FlowTimesteps::LognormBlend`], and the standard deviation of their
 /// logarithm.
 const LOGNORMAL_SHARE: f64 = 0.75;
 const LOGNORMAL_DEVIATION: f64 = 0.333;
 
-/// How the table of time steps is made.
+/// How the table of timesteps is made.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FlowTimesteps {
     /// The sigmoids of normal numbers of this standard deviation, drawn anew for each micro-batch.
@@ -121,7 +121,7 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Even time steps from 1000 to 1, computed as `torch.linspace` does: from both ends to the middle.
+/// Even timesteps from 1000 to 1, computed as `torch.linspace` does: from both ends to the middle.
 fn linear(length: usize) -> Vec<f32> {
     let (first, last) = (TRAIN_TIMESTEPS as f32, 1.0f32);
     let step = (last - first) / (length.saturating_sub(1).max(1)) as f32;
@@ -134,7 +134,7 @@ fn linear(length: usize) -> Vec<f32> {
         .collect()
 }
 
-/// How the loss is weighted by the time step.
+/// How the loss is weighted by the timestep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FlowWeighting {
     /// Not at all.
@@ -151,7 +151,7 @@ pub enum FlowWeighting {
 impl FlowWeighting {
     /// The weight of an item's loss.
     pub(super) fn weight(self, timestep: f32) -> f64 {
-        // The entry of the even table: 0 is time step 1000.
+        // The entry of the even table: 0 is timestep 1000.
         let index = TRAIN_TIMESTEPS - f64::from(timestep);
         match self {
             Self::Even => 1.0,

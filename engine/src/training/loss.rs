@@ -23,7 +23,7 @@ pub struct LossOptions {
     /// changes the target.
     pub source: bool,
     /// `correct_pred_norm_multiplier`, if it is on: how far the noise in the target goes towards the mean and the standard deviation of
-    /// what the model predicts without the adapter ([`References::corrects_norm`]).
+    /// what the model predicts without the adapter ([`LossInputs::corrects_norm`]).
     pub norm_correction: Option<f64>,
     /// `noisy_latent_multiplier`: the factor of the noisy latents.
     pub noisy_multiplier: f64,
@@ -39,14 +39,14 @@ pub struct LossOptions {
     pub guidance: Option<GuidanceLoss>,
     /// `differential_guidance_scale`, if it is on: the difference between prediction and target is so many times as large.
     pub differential_guidance: Option<f64>,
-    /// `t0_loss_target`: the images to which the predictions lead are compared.
-    pub estimate: Option<EstimateLoss>,
+    /// `t0_loss_target`: the clean latents (x0) that the predictions imply are compared.
+    pub x0: Option<X0Loss>,
     /// `do_fft_loss`: the spectra of these images are compared, too.
-    pub spectrum: Option<EstimateLoss>,
+    pub spectrum: Option<X0Loss>,
     /// `do_prior_divergence`: the prediction moves away from that without the adapter.
     pub diverges: bool,
     /// `inverted_mask_prior_multiplier`: the weight of the loss outside of the masks.
-    pub outside_mask: f64,
+    pub outside_weight: f64,
     /// `target_norm_std_value`, if it is on: the standard deviation that each channel of the prediction should have.
     pub deviation: Option<f64>,
     /// `max_loss`: the largest loss.
@@ -67,10 +67,10 @@ impl Default for LossOptions {
             signal_amplification: 0.0,
             guidance: None,
             differential_guidance: None,
-            estimate: None,
+            x0: None,
             spectrum: None,
             diverges: false,
-            outside_mask: 0.0,
+            outside_weight: 0.0,
             deviation: None,
             max: None,
         }
@@ -90,21 +90,21 @@ pub struct GuidanceLoss {
     pub by_sigma: bool,
 }
 
-/// How the images are weighted to which predictions lead.
+/// How losses of the clean latents (x0) that predictions imply are weighted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EstimateLoss {
+pub struct X0Loss {
     /// With `1 / t^2`, at most 100, which makes it as large as the loss of the velocity.
     pub weighted: bool,
 }
 
-/// Predictions with which the loss compares, without gradients.
+/// What the loss needs beside the prediction and its target, without gradients.
 #[derive(Clone, Debug, Default)]
-pub struct References {
-    /// That of the model without the adapter. It is the target, unless the options or `outside_mask` use it otherwise.
+pub struct LossInputs {
+    /// The prediction of the model without the adapter. It is the target, unless the options or `outside_mask` use it otherwise.
     pub base: Option<Vec<Tensor>>,
     /// Whether `base` corrects the noise in the target ([`LossOptions::norm_correction`]).
     pub corrects_norm: bool,
-    /// The unconditional one.
+    /// The unconditional prediction that [`LossOptions::guidance`] moves away from.
     pub unconditional: Option<Vec<Tensor>>,
     /// The scale of [`LossOptions::guidance`] for each item.
     pub guidance_scales: Vec<f64>,
@@ -123,7 +123,7 @@ pub struct References {
 pub struct MicroBatch {
     /// Scaled latents, one tensor or several, [b, channels, …], float32.
     pub latents: Vec<Tensor>,
-    /// The time step of each item, and the noise.
+    /// The timestep of each item, and the noise.
     pub drawn: NoiseDraw,
     /// What the model is conditioned on.
     pub conditioning: Conditioning,
@@ -134,10 +134,10 @@ pub struct MicroBatch {
     /// One loss weight per position of the first latent tensor, [b, 1, …], float32. `None`: all 1.
     pub mask: Option<Tensor>,
     /// Predictions that the loss compares with.
-    pub references: References,
+    pub loss_inputs: LossInputs,
 }
 
-/// Predicts from noisy latents, time steps and conditioning: [`Model::predict`](crate::families::Model::predict).
+/// Predicts from noisy latents, timesteps and conditioning: [`Model::predict`](crate::families::Model::predict).
 pub type Predict<'a> = dyn Fn(&[Tensor], &Tensor, &Conditioning) -> Result<Vec<Tensor>> + 'a;
 
 /// The noisy latents that the model gets, float32.
@@ -233,9 +233,9 @@ pub fn loss(
 
 /// What each latent tensor's prediction is compared with, before guidance.
 fn targets(objective: &dyn Objective, options: &LossOptions, batch: &MicroBatch) -> Result<Vec<Tensor>> {
-    let references = &batch.references;
-    let is_base_target = !options.diverges && references.outside_mask.is_none() && options.norm_correction.is_none();
-    if let Some(base) = references.base.as_ref().filter(|_| is_base_target) {
+    let loss_inputs = &batch.loss_inputs;
+    let is_base_target = !options.diverges && loss_inputs.outside_mask.is_none() && options.norm_correction.is_none();
+    if let Some(base) = loss_inputs.base.as_ref().filter(|_| is_base_target) {
         return Ok(base.clone());
     }
     let (latents, drawn) = (&batch.latents, &batch.drawn);
@@ -283,8 +283,8 @@ impl LatentLoss<'_> {
         if options.prediction_scale != 1.0 {
             prediction = (prediction * options.prediction_scale)?;
         }
-        let target = match (options.norm_correction, &batch.references.base) {
-            (Some(share), Some(base)) if batch.references.corrects_norm => {
+        let target = match (options.norm_correction, &batch.loss_inputs.base) {
+            (Some(share), Some(base)) if batch.loss_inputs.corrects_norm => {
                 // Of models that predict the noise, the target is the noise.
                 let base = base.get(index).ok_or_else(missing)?.to_dtype(DType::F32)?;
                 corrected_noise(target, &prediction, &base, share)?
@@ -296,15 +296,15 @@ impl LatentLoss<'_> {
             let predicted = prediction.detach();
             target = (&predicted + ((target - &predicted)? * scale)?)?;
         }
-        let estimate = match options.estimate.or(options.spectrum) {
+        let estimate = match options.x0.or(options.spectrum) {
             Some(_) => Some(
                 self.objective
-                    .estimate(noisy.ok_or_else(missing)?, &prediction, &batch.drawn)?,
+                    .predict_x0(noisy.ok_or_else(missing)?, &prediction, &batch.drawn)?,
             ),
             None => None,
         };
         // What is compared with the prediction without the adapter.
-        let own = match (options.estimate, &estimate) {
+        let own = match (options.x0, &estimate) {
             (Some(_), Some(estimate)) => estimate,
             _ => &prediction,
         };
@@ -312,16 +312,18 @@ impl LatentLoss<'_> {
         let whole = self.objective.weights_whole_loss();
         let mut items = if options.source {
             let noisy = noisy.ok_or_else(missing)?;
-            let (image, weights) = self.objective.source(noisy, &prediction, &batch.drawn)?;
-            let expected = match &batch.references.unaugmented {
+            let (image, weights) = self
+                .objective
+                .predict_x0_and_weights(noisy, &prediction, &batch.drawn)?;
+            let expected = match &batch.loss_inputs.unaugmented {
                 Some(unaugmented) => unaugmented.get(index).ok_or_else(missing)?,
                 None => latents,
             };
-            // The weights of flow models' time steps do not count here, as in ai-toolkit.
+            // The weights of flow models' timesteps do not count here, as in ai-toolkit.
             (Comparison::weighted(LossKind::Mse, Some(weights)).of_items(&image, expected, mask)?
                 * self.weights(&batch.weights, whole)?)?
         } else {
-            let (compared, comparison) = match (options.estimate, options.stepped) {
+            let (compared, comparison) = match (options.x0, options.stepped) {
                 (Some(of), _) => {
                     target = latents.clone();
                     (
@@ -339,13 +341,13 @@ impl LatentLoss<'_> {
             };
             (comparison.of_items(&compared, &target, mask)? * self.weights(&batch.weights, true)?)?
         };
-        if let (Some(base), true) = (&batch.references.base, options.diverges) {
+        if let (Some(base), true) = (&batch.loss_inputs.base, options.diverges) {
             let apart = Comparison::of(LossKind::Mse).of_items(own, base.get(index).ok_or_else(missing)?, mask)?;
             items = (items - (apart * self.weights(&batch.weights, whole)?)?)?;
         }
         if let (Some(base), Some(outside)) = (
-            &batch.references.base,
-            batch.references.outside_mask.as_ref().filter(|_| index == 0),
+            &batch.loss_inputs.base,
+            batch.loss_inputs.outside_mask.as_ref().filter(|_| index == 0),
         ) {
             let kind = match options.kind {
                 LossKind::Mae => LossKind::Mae,
@@ -353,10 +355,10 @@ impl LatentLoss<'_> {
             };
             let kept = Comparison::of(kind).of_items(own, base.get(index).ok_or_else(missing)?, Some(outside))?;
             // In ai-toolkit the weight of an item (`loss_multiplier`) does not count here.
-            let factors = vec![options.outside_mask; batch.weights.len()];
+            let factors = vec![options.outside_weight; batch.weights.len()];
             items = (items + (kept * self.weights(&factors, whole)?)?)?;
         }
-        if let Some(learned) = &batch.references.learned {
+        if let Some(learned) = &batch.loss_inputs.learned {
             items = learned.weighted(&items)?;
         }
         let mut total = items.mean_all()?;
@@ -374,10 +376,10 @@ impl LatentLoss<'_> {
         Ok(total)
     }
 
-    /// The images to which the predicted velocities lead: a step of the sampler to [`References::stepped_levels`], where the noise is
+    /// The images to which the predicted velocities lead: a step of the sampler to [`LossInputs::stepped_levels`], where the noise is
     /// taken out.
     fn stepped(&self, noisy: &Tensor, prediction: &Tensor, noise: &Tensor) -> Result<Tensor> {
-        let (levels, timesteps) = (&self.batch.references.stepped_levels, &self.batch.drawn.timesteps);
+        let (levels, timesteps) = (&self.batch.loss_inputs.stepped_levels, &self.batch.drawn.timesteps);
         if levels.len() != timesteps.len() {
             return Err(EngineError::Internal(
                 "a micro-batch lacks the levels of `stepped`".into(),
@@ -400,15 +402,15 @@ impl LatentLoss<'_> {
 
     /// The target after the guidance loss.
     fn guided(&self, target: &Tensor) -> Result<Tensor> {
-        let references = &self.batch.references;
+        let loss_inputs = &self.batch.loss_inputs;
         let (Some(guidance), Some(unconditional)) = (
             self.options.guidance,
-            references.unconditional.as_ref().and_then(|all| all.get(self.index)),
+            loss_inputs.unconditional.as_ref().and_then(|all| all.get(self.index)),
         ) else {
             return Ok(target.clone());
         };
         let timesteps = &self.batch.drawn.timesteps;
-        let scales = references.guidance_scales.iter().zip(timesteps).map(|(scale, t)| {
+        let scales = loss_inputs.guidance_scales.iter().zip(timesteps).map(|(scale, t)| {
             let scale = *scale as f32;
             match guidance.by_sigma {
                 true => 1.0 + (scale - 1.0) * t / TRAIN_TIMESTEPS as f32,
@@ -424,13 +426,13 @@ impl LatentLoss<'_> {
     }
 
     /// `1 / t^2`, at most 100, for each item. `None`: 1.
-    fn velocity_weights(&self, of: EstimateLoss, latents: &Tensor) -> Result<Option<Tensor>> {
+    fn velocity_weights(&self, of: X0Loss, latents: &Tensor) -> Result<Option<Tensor>> {
         let weight = |t: &f32| (t / TRAIN_TIMESTEPS as f32).max(0.1).powi(-2);
         let weights = || per_item(latents, self.batch.drawn.timesteps.iter().map(weight));
         of.weighted.then(weights).transpose()
     }
 
-    /// The weight of each item, [b]: of `own`, with the objective's weight of its time step if `by_time`.
+    /// The weight of each item, [b]: of `own`, with the objective's weight of its timestep if `by_time`.
     fn weights(&self, own: &[f64], by_time: bool) -> Result<Tensor> {
         let timesteps = &self.batch.drawn.timesteps;
         let mut weights = Vec::with_capacity(own.len());

@@ -2,7 +2,7 @@
 //!
 //! - [`loss`]: the loss of one micro-batch. All inputs are arguments, so that tests can compare it with the reference.
 //! - [`Trainer`]: gradient accumulation, clipping, optimizer, EMA; the state that a checkpoint stores.
-//! - [`Objective`], [`Ddpm`], [`FlowMatch`]: what the model predicts; draws the time steps and the noise of a micro-batch
+//! - [`Objective`], [`Ddpm`], [`FlowMatch`]: what the model predicts; draws the timesteps and the noise of a micro-batch
 //!   (`docs/randomness.md`).
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
 //! - [`slider_loss`]: the loss of a slider.
@@ -37,9 +37,7 @@ pub use flow_timesteps::{FlowShift, FlowTimesteps, FlowWeighting};
 pub use latent_options::{ChannelStatistics, LatentOptions};
 pub use latents::LatentStore;
 pub use learned_snr::{LEARNED_SNR_FILE, LearnedSnr, LearnedWeights, SharedLearnedSnr};
-pub use loss::{
-    EstimateLoss, GuidanceLoss, LossKind, LossOptions, MicroBatch, Predict, References, loss, noisy_latents,
-};
+pub use loss::{GuidanceLoss, LossInputs, LossKind, LossOptions, MicroBatch, Predict, X0Loss, loss, noisy_latents};
 pub use masks::LossMasks;
 pub use objective::{DrawInputs, NoiseDraw, Objective};
 pub use pixel_options::PixelOptions;

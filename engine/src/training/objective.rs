@@ -5,10 +5,10 @@ use crate::rng::TorchGenerator;
 use candle_core::Tensor;
 use std::fmt::Debug;
 
-/// The time steps and the noise of a micro-batch.
+/// The timesteps and the noise of a micro-batch.
 #[derive(Clone, Debug)]
 pub struct NoiseDraw {
-    /// One training time step per item; 0 is the least noise.
+    /// One training timestep per item; 0 is the least noise.
     pub timesteps: Vec<f32>,
     /// Noise of the shape of each latent tensor, [b, channels, …], float32.
     pub noise: Vec<Tensor>,
@@ -71,13 +71,13 @@ impl<'a> DrawInputs<'a> {
 /// A training objective: how latents are made noisy, and what the model is to predict from them. Diffusion
 /// ([`Ddpm`](super::Ddpm)), flow matching ([`FlowMatch`](super::FlowMatch)).
 pub trait Objective: Send + Sync + Debug {
-    /// Draws the time steps and the noise of a micro-batch. The noise is on the CPU.
+    /// Draws the timesteps and the noise of a micro-batch. The noise is on the CPU.
     ///
     /// # Errors
     /// When the arithmetic fails.
     fn draw(&self, generator: &mut TorchGenerator, inputs: &DrawInputs<'_>) -> Result<NoiseDraw>;
 
-    /// The time steps to which each item goes with one step of the model before its loss is computed; `None` if there is no such
+    /// The timesteps to which each item goes with one step of the model before its loss is computed; `None` if there is no such
     /// step.
     ///
     /// # Errors
@@ -90,7 +90,7 @@ pub trait Objective: Send + Sync + Debug {
     /// The noisy latents, float32.
     ///
     /// # Errors
-    /// When shapes do not match, or a time step does not exist.
+    /// When shapes do not match, or a timestep does not exist.
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>>;
 
     /// What the model should predict, float32.
@@ -99,19 +99,19 @@ pub trait Objective: Send + Sync + Debug {
     /// As [`Self::noisy`], or when the objective cannot train what the model predicts.
     fn target(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>>;
 
-    /// The time step at this noise level, from 0 to 1.
+    /// The timestep at this noise level, from 0 to 1.
     fn timestep_at(&self, level: f64) -> f32;
 
-    /// The factor of an item's loss at this time step.
+    /// The factor of an item's loss at this timestep.
     ///
     /// # Errors
-    /// When the time step does not exist.
+    /// When the timestep does not exist.
     fn loss_weight(&self, timestep: f32) -> Result<f64>;
 
-    /// The signal-to-noise ratio at this time step.
+    /// The signal-to-noise ratio at this timestep.
     ///
     /// # Errors
-    /// When the model is not trained by diffusion, or the time step does not exist.
+    /// When the model is not trained by diffusion, or the timestep does not exist.
     fn snr(&self, timestep: f32) -> Result<f32> {
         let _ = timestep;
         Err(EngineError::Unsupported(
@@ -119,29 +119,30 @@ pub trait Objective: Send + Sync + Debug {
         ))
     }
 
-    /// Whether that factor is also that of what is added to an item's loss (by masks and divergence). In ai-toolkit, weights by
-    /// signal-to-noise ratio are, and weights of flow models' time steps are not.
+    /// Whether [`Self::loss_weight`] also scales what is added to an item's loss (by masks and divergence). In ai-toolkit, weights by
+    /// signal-to-noise ratio are, and weights of flow models' timesteps are not.
     fn weights_whole_loss(&self) -> bool;
 
-    /// The image to which the prediction leads in one step from the noisy latents.
+    /// The clean latents (x0) that the prediction implies.
     ///
     /// # Errors
     /// When shapes do not match, or the model does not predict the velocity of flow matching.
-    fn estimate(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
+    fn predict_x0(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
         let _ = (noisy, predicted, drawn);
         Err(EngineError::Unsupported(
             "`t0_loss_target` and `do_fft_loss` need a flow-matching model".into(),
         ))
     }
 
-    /// The image to which the prediction leads in one step from the noisy latents, and `1 / level^2` of each item, [b, 1, …], with the
-    /// noise level that belongs to an image of full strength.
+    /// The clean latents (x0) that the prediction implies, and `1 / level^2` of each item, [b, 1, …], with the noise level that belongs
+    /// to an image of full strength.
     ///
     /// # Errors
     /// When shapes do not match, or the model predicts neither the noise nor the velocity of flow matching.
-    fn source(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<(Tensor, Tensor)>;
+    fn predict_x0_and_weights(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw)
+    -> Result<(Tensor, Tensor)>;
 
-    /// The noise level of each item 50 entries of the table of 1000 time steps further (`loss_type: stepped`).
+    /// The noise level of each item 50 entries of the table of 1000 timesteps further (`loss_type: stepped`).
     ///
     /// # Errors
     /// When the model does not predict the velocity of flow matching, or the scheduler's config is wrong.

@@ -1,4 +1,4 @@
-//! Draws the time steps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
+//! Draws the timesteps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
 
 use super::comparison::statistics;
 use super::latent_options::item_channel_shape;
@@ -24,7 +24,7 @@ pub enum NoiseLevelPreference {
 pub struct NoiseOptions {
     /// The noise levels that are trained most.
     pub preference: NoiseLevelPreference,
-    /// The smallest index of the time step table (0 = most noise).
+    /// The smallest index of the timestep table (0 = most noise).
     pub min_index: u32,
     /// The largest index.
     pub max_index: u32,
@@ -97,7 +97,7 @@ pub fn batch_generator(seed: u64, step: u64, micro: u64) -> TorchGenerator {
     generator_for(seed, "step", step, micro)
 }
 
-/// Draws time steps (`randint` or `rand`), then the noise. The noise is on the CPU.
+/// Draws timesteps (`randint` or `rand`), then the noise. The noise is on the CPU.
 ///
 /// # Errors
 /// When the arithmetic fails.
@@ -115,7 +115,7 @@ pub fn draw(options: &NoiseOptions, generator: &mut TorchGenerator, inputs: &Dra
     })
 }
 
-/// Draws the index of each item in the table of time steps, where 0 is most noise.
+/// Draws the index of each item in the table of timesteps, where 0 is most noise.
 pub(super) fn draw_indices(options: &NoiseOptions, generator: &mut TorchGenerator, items: usize) -> Vec<i64> {
     let (low, high) = (
         i64::from(options.min_index),

@@ -4,18 +4,18 @@
 use crate::error::{EngineError, Result};
 use crate::rng::generator_for;
 
-/// Which parameters each step trains: as many of a random order as have fewer numbers together than the share.
+/// Which parameters each step trains: the first of a random order that together have fewer elements than the share.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SwappedParameters {
     seed: u64,
-    /// The number of numbers of each parameter.
+    /// The number of elements of each parameter.
     sizes: Vec<usize>,
-    /// The number of numbers that a step does not reach.
+    /// The number of elements that a step does not reach.
     target: usize,
 }
 
 impl SwappedParameters {
-    /// A share of parameters with so many numbers each. `seed`: that of the run.
+    /// A share of parameters with so many elements each. `seed`: that of the run.
     ///
     /// # Errors
     /// When no parameter would ever be trained.

@@ -181,7 +181,7 @@ fn compare(name: &str) -> (f64, f64) {
                     conditioning: conditioning?,
                     weights: weights.clone(),
                     weight: 1.0,
-                    references: References::default(),
+                    loss_inputs: LossInputs::default(),
                     mask: variant.get("mask").map(|_| inputs["mask"].clone()),
                 };
                 loss_of(&model, &objective, &options, &batch)
@@ -308,7 +308,7 @@ fn loss_and_gradients(checkpointing: Checkpointing) -> (f32, Vec<Tensor>) {
         conditioning: Conditioning::default().with("context", random(&[2, 77, 32])),
         weights: vec![1.0, 0.5],
         weight: 1.0,
-        references: References::default(),
+        loss_inputs: LossInputs::default(),
         mask: None,
     };
     network.handle.set_training(Some("masks"));

@@ -19,7 +19,7 @@ pub enum Weight {
 }
 
 impl Weight {
-    /// The shape.
+    /// The shape, `[outputs, inputs, …]`, whichever way the numbers are stored.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         match self {

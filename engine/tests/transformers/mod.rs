@@ -447,8 +447,8 @@ impl Transformer {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "transformer",
-            lora_names: AdapterNames::Dotted,
-            blocks,
+            lora_names: AdapterNames::Peft,
+            block_lists: blocks,
             layers,
         }
     }

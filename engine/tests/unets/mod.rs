@@ -318,8 +318,8 @@ fn measure_step(case: &Case) -> f64 {
         id: "unet",
         role: PartRole::Denoiser,
         lora_prefix: "lora_unet",
-        lora_names: AdapterNames::Flattened,
-        blocks: &[],
+        lora_names: AdapterNames::Kohya,
+        block_lists: &[],
         layers: &mut unet,
     };
     let network = lora(case.training, false, part);

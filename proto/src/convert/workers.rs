@@ -8,7 +8,7 @@ use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::confinement::{Confinement, Protection};
 use aitk_common::control_plane::{
-    Artifact, Assignment, HeldAttempt, OfferedCheckpoint, Registration, Report, ToCoordinator, ToWorker,
+    Artifact, Assignment, AttemptRef, OfferedCheckpoint, Registration, Report, ToCoordinator, ToWorker,
 };
 use aitk_common::control_plane::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
@@ -17,14 +17,14 @@ use aitk_common::requested_outputs::RequestedOutputs;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-fn held(attempt: &str, epoch: u64) -> Result<HeldAttempt> {
-    Ok(HeldAttempt {
+fn held(attempt: &str, epoch: u64) -> Result<AttemptRef> {
+    Ok(AttemptRef {
         attempt: attempt_id(attempt, "attempt_id")?,
         epoch: Epoch(epoch),
     })
 }
 
-fn held_list(list: Vec<v1::HeldAttempt>, field: &str) -> Result<Vec<HeldAttempt>> {
+fn held_list(list: Vec<v1::HeldAttempt>, field: &str) -> Result<Vec<AttemptRef>> {
     // Far more than a machine runs: it has a few devices, and each runs one attempt or a few small ones.
     if list.len() > 4096 {
         return Err(ConvertError::new(
@@ -37,7 +37,7 @@ fn held_list(list: Vec<v1::HeldAttempt>, field: &str) -> Result<Vec<HeldAttempt>
         .collect()
 }
 
-fn wire_held(list: Vec<HeldAttempt>) -> Vec<v1::HeldAttempt> {
+fn wire_held(list: Vec<AttemptRef>) -> Vec<v1::HeldAttempt> {
     list.into_iter()
         .map(|one| v1::HeldAttempt {
             attempt_id: one.attempt.to_string(),
@@ -259,7 +259,7 @@ impl TryFrom<v1::WorkerMessage> for ToCoordinator {
 impl From<ToCoordinator> for v1::WorkerMessage {
     fn from(message: ToCoordinator) -> Self {
         use v1::worker_message::Message as Wire;
-        let ids = |held: HeldAttempt| (held.attempt.to_string(), held.epoch.0);
+        let ids = |held: AttemptRef| (held.attempt.to_string(), held.epoch.0);
         let (request_id, message) = match message {
             ToCoordinator::Register(registration) => (0, Wire::Register((*registration).into())),
             ToCoordinator::Heartbeat { running } => (

@@ -47,7 +47,7 @@ def sdxl_unet():
 
 
 def conditions(unet):
-    """The inputs of a U-Net besides sample and time step."""
+    """The inputs of a U-Net besides sample and timestep."""
     import torch
     given = {"encoder_hidden_states": torch.randn(1, 77, unet.config.cross_attention_dim)}
     if unet.config.addition_embed_type is not None:
@@ -83,11 +83,11 @@ def unet_forward(side, make=sd15_unet):
     unet = make().requires_grad_(False).eval()
     x, given = torch.randn(1, 4, side, side), conditions(unet)
     unet = prepared(unet)
-    time_step = torch.tensor([500.0])
+    timestep = torch.tensor([500.0])
 
     def run():
         with torch.no_grad():
-            unet(x, time_step, **given).sample
+            unet(x, timestep, **given).sample
     return run
 
 
@@ -97,12 +97,12 @@ def lora_step(side, checkpointing, make=sd15_unet):
     params = [p for p in unet.parameters() if p.requires_grad]
     optimizer = adamw_of(params)
     latents, noise = torch.randn(1, 4, side, side), torch.randn(1, 4, side, side)
-    given, time_step = conditions(unet), torch.tensor([500.0])
+    given, timestep = conditions(unet), torch.tensor([500.0])
     unet = prepared(unet)
 
     def run():
         noisy = 0.6 * latents + 0.8 * noise
-        loss = (unet(noisy, time_step, **given).sample - noise).square().mean()
+        loss = (unet(noisy, timestep, **given).sample - noise).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -113,10 +113,10 @@ def full_gradients(side):
     import torch
     unet = prepared(sd15_unet())
     x, context = torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
-    time_step = torch.tensor([500.0])
+    timestep = torch.tensor([500.0])
 
     def run():
-        unet(x, time_step, context).sample.square().mean().backward()
+        unet(x, timestep, context).sample.square().mean().backward()
         unet.zero_grad()
     return run
 

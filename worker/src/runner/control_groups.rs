@@ -37,7 +37,7 @@ struct Parent {
 #[must_use]
 pub fn detect_control_groups() -> (Protection, Option<ControlGroups>) {
     match ControlGroups::detect(max_attempt_memory()) {
-        Ok(groups) => (Protection::by(groups.describe()), Some(groups)),
+        Ok(groups) => (Protection::enforced_by(groups.describe()), Some(groups)),
         Err(reason) => (Protection::missing(reason.chars().take(60).collect::<String>()), None),
     }
 }

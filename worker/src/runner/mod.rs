@@ -35,7 +35,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
-use watchdog::{Verdict, Watchdog};
+use watchdog::{Watchdog, WatchdogStatus};
 
 /// The longest line of JSON that is read, in bytes: far above any real event.
 const MAX_EVENT_BYTES: usize = 1 << 20;
@@ -195,8 +195,8 @@ pub async fn run(
             _ = ticks.tick() => {
                 memory.sample();
                 let is_watched = hang_reason.is_none() && outcome_seen.borrow().is_none();
-                let verdict = if is_watched { watchdog.check(pid) } else { Verdict::Fine };
-                if let Some(reason) = report_verdict(verdict, &events) {
+                let verdict = if is_watched { watchdog.check(pid) } else { WatchdogStatus::Fine };
+                if let Some(reason) = report_watchdog_status(verdict, &events) {
                     hang_reason = Some(reason);
                     deadline.get_or_insert(Instant::now() + launch.grace);
                     let _ = kill(pid, Signal::SIGTERM);
@@ -260,12 +260,12 @@ fn add_memory_advice(outcome: Outcome, spec: &Path) -> Outcome {
 }
 
 /// Sends events for the watchdog's verdict. Returns the reason if the child has to be stopped.
-fn report_verdict(verdict: Verdict, events: &mpsc::Sender<ChildEvent>) -> Option<String> {
+fn report_watchdog_status(verdict: WatchdogStatus, events: &mpsc::Sender<ChildEvent>) -> Option<String> {
     // Events are dropped while the channel is full: then the receiver is behind, and silence has no meaning.
     let send = |event| drop(events.try_send(event));
     match verdict {
-        Verdict::Fine => {}
-        Verdict::Silent {
+        WatchdogStatus::Fine => {}
+        WatchdogStatus::Silent {
             phase,
             message,
             progress,
@@ -280,13 +280,13 @@ fn report_verdict(verdict: Verdict, events: &mpsc::Sender<ChildEvent>) -> Option
                 });
             }
         }
-        Verdict::Resumed { phase, message } => {
+        WatchdogStatus::Resumed { phase, message } => {
             send(log("info", message));
             if let Some(name) = phase {
                 send(ChildEvent::Phase { name });
             }
         }
-        Verdict::Hung(reason) => {
+        WatchdogStatus::Hung(reason) => {
             send(log("error", format!("{reason}: its process is ended")));
             return Some(reason);
         }
@@ -321,9 +321,9 @@ impl SharedWatchdog {
         Some(act(&mut watchdog, self.started_at.elapsed()))
     }
 
-    fn check(&self, pid: Pid) -> Verdict {
+    fn check(&self, pid: Pid) -> WatchdogStatus {
         self.with(|watchdog, now| watchdog.check(now, cpu_time(pid)))
-            .unwrap_or(Verdict::Fine)
+            .unwrap_or(WatchdogStatus::Fine)
     }
 }
 

@@ -30,7 +30,7 @@ const REPEAT_DIVISOR: u32 = 4;
 
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum WatchdogStatus {
     /// Nothing to report.
     Fine,
     /// It has been silent for unusually long.
@@ -63,9 +63,9 @@ pub(super) struct Watchdog {
     phase: Option<String>,
     gaps: BTreeMap<String, VecDeque<Duration>>,
     progress: Option<(u64, u64)>,
-    silent: Duration,
+    silent_for: Duration,
     /// CPU time at the last event.
-    used_before: Option<Duration>,
+    cpu_time_before: Option<Duration>,
     is_blocked: bool,
     warned_after: Option<Duration>,
     resumed_after: Option<Duration>,
@@ -81,8 +81,8 @@ impl Watchdog {
             phase: None,
             gaps: BTreeMap::new(),
             progress: None,
-            silent: Duration::ZERO,
-            used_before: None,
+            silent_for: Duration::ZERO,
+            cpu_time_before: None,
             is_blocked: false,
             warned_after: None,
             resumed_after: None,
@@ -93,15 +93,15 @@ impl Watchdog {
         let passed = now.saturating_sub(self.last_call);
         self.last_call = now;
         if !self.is_blocked && passed <= self.max_check_gap {
-            self.silent += passed;
+            self.silent_for += passed;
         }
     }
 
     /// Records an event of the child.
     pub(super) fn record_event(&mut self, now: Duration, event: &ChildEvent) {
         self.advance(now);
-        let gap = std::mem::take(&mut self.silent);
-        self.used_before = None;
+        let gap = std::mem::take(&mut self.silent_for);
+        self.cpu_time_before = None;
         if let Some(warned_after) = self.warned_after.take() {
             self.resumed_after = Some(gap.max(warned_after));
         } else if let Some(phase) = &self.phase
@@ -128,21 +128,21 @@ impl Watchdog {
     }
 
     /// Checks the child. `used` is the CPU time of its process so far, if the system reports it.
-    pub(super) fn check(&mut self, now: Duration, used: Option<Duration>) -> Verdict {
+    pub(super) fn check(&mut self, now: Duration, used: Option<Duration>) -> WatchdogStatus {
         self.advance(now);
         if let Some(gap) = self.resumed_after.take() {
-            return Verdict::Resumed {
+            return WatchdogStatus::Resumed {
                 phase: self.phase.clone(),
                 message: format!("it makes progress again after {}", format_duration(gap)),
             };
         }
-        let used_before = *self.used_before.get_or_insert(used.unwrap_or_default());
-        let uses_cpu = used.is_none_or(|used| used.saturating_sub(used_before) > self.silent / IDLE_DIVISOR);
+        let cpu_time_before = *self.cpu_time_before.get_or_insert(used.unwrap_or_default());
+        let uses_cpu = used.is_none_or(|used| used.saturating_sub(cpu_time_before) > self.silent_for / IDLE_DIVISOR);
         let limit = self.limit(uses_cpu);
-        if self.silent >= limit {
-            return Verdict::Hung(format!(
+        if self.silent_for >= limit {
+            return WatchdogStatus::Hung(format!(
                 "no progress for {}{}",
-                format_duration(self.silent),
+                format_duration(self.silent_for),
                 self.describe_usual_gap()
             ));
         }
@@ -150,12 +150,12 @@ impl Watchdog {
             None => limit / 2,
             Some(last) => last + last / REPEAT_DIVISOR,
         };
-        if self.silent < due {
-            return Verdict::Fine;
+        if self.silent_for < due {
+            return WatchdogStatus::Fine;
         }
-        self.warned_after = Some(self.silent);
-        let phase = format!("no progress for {}", format_duration(self.silent));
-        Verdict::Silent {
+        self.warned_after = Some(self.silent_for);
+        let phase = format!("no progress for {}", format_duration(self.silent_for));
+        WatchdogStatus::Silent {
             message: format!(
                 "{phase}{}; after {} it is ended and tried again",
                 self.describe_usual_gap(),
@@ -248,7 +248,7 @@ mod tests {
         }
 
         /// Checks every two seconds; a busy child uses CPU time all the time.
-        fn pass(&mut self, seconds: u64, busy: bool) -> Vec<Verdict> {
+        fn pass(&mut self, seconds: u64, busy: bool) -> Vec<WatchdogStatus> {
             let mut found = Vec::new();
             for _ in 0..seconds / 2 {
                 self.now += Duration::from_secs(2);
@@ -256,7 +256,7 @@ mod tests {
                     self.used = self.used.map(|used| used + Duration::from_secs(2));
                 }
                 match self.watchdog.check(self.now, self.used) {
-                    Verdict::Fine => {}
+                    WatchdogStatus::Fine => {}
                     other => found.push(other),
                 }
             }
@@ -273,8 +273,8 @@ mod tests {
         }
     }
 
-    fn is_hung(found: &[Verdict]) -> bool {
-        matches!(found.last(), Some(Verdict::Hung(_)))
+    fn is_hung(found: &[WatchdogStatus]) -> bool {
+        matches!(found.last(), Some(WatchdogStatus::Hung(_)))
     }
 
     #[test]
@@ -282,7 +282,7 @@ mod tests {
         let mut simulation = Simulation::new();
         simulation.train(6);
         let found = simulation.pass(5 * MINUTE, false);
-        let Some(Verdict::Silent {
+        let Some(WatchdogStatus::Silent {
             phase,
             message,
             progress,
@@ -298,12 +298,12 @@ mod tests {
         assert_eq!(*progress, Some((19, 100)));
         let more = simulation.pass(5 * MINUTE, false);
         assert!(
-            matches!(more.first(), Some(Verdict::Silent { .. })),
+            matches!(more.first(), Some(WatchdogStatus::Silent { .. })),
             "the warning is repeated: {more:?}"
         );
         assert_eq!(
             more.last(),
-            Some(&Verdict::Hung(
+            Some(&WatchdogStatus::Hung(
                 "no progress for 10 min (usually a step takes 6.0 s)".into()
             ))
         );
@@ -367,7 +367,7 @@ mod tests {
             simulation.watchdog.check(simulation.now, simulation.used);
         }
         // The check after each sleep counts nothing, not even its own two seconds.
-        assert_eq!(simulation.watchdog.silent, Duration::from_secs(4 * MINUTE - 2));
+        assert_eq!(simulation.watchdog.silent_for, Duration::from_secs(4 * MINUTE - 2));
     }
 
     #[test]
@@ -387,7 +387,7 @@ mod tests {
         assert!(!is_hung(&simulation.pass(9 * MINUTE, false)));
         simulation.step(20);
         let found = simulation.pass(2, true);
-        let back = Verdict::Resumed {
+        let back = WatchdogStatus::Resumed {
             phase: Some("training".into()),
             message: "it makes progress again after 9 min".into(),
         };

@@ -38,17 +38,17 @@ pub(crate) fn apply(rules: Option<&SandboxRules>) -> Confinement {
     };
     let starts_programs = rules.is_some_and(|rules| !rules.execute.is_empty());
     let syscalls = match seccomp::restrict(device, starts_programs) {
-        Ok(()) => Protection::by("seccomp"),
+        Ok(()) => Protection::enforced_by("seccomp"),
         Err(reason) => Protection::missing(reason),
     };
     let network = match (syscalls.in_force && !can_bind_socket(), &files) {
-        (true, _) => Protection::by("seccomp"),
+        (true, _) => Protection::enforced_by("seccomp"),
         (false, Ok(_)) => Protection::missing("only Landlock is in force, which does not restrict UDP"),
         (false, Err(_)) => Protection::missing(syscalls.by.clone()),
     };
     let files = match files {
         // The root folder always exists, and is never among the rules.
-        Ok(by) if std::fs::read_dir("/").is_err() => Protection::by(by),
+        Ok(by) if std::fs::read_dir("/").is_err() => Protection::enforced_by(by),
         Ok(by) => Protection::missing(format!("{by} did not refuse the root folder")),
         Err(reason) => Protection::missing(reason),
     };
@@ -65,7 +65,7 @@ pub(crate) fn apply(rules: Option<&SandboxRules>) -> Confinement {
 pub(crate) fn apply(rules: Option<&SandboxRules>) -> Confinement {
     let measured = |refused: bool| match (rules, refused) {
         (None, _) => Protection::missing("a local job works in the folders of its user"),
-        (Some(_), true) => Protection::by("sandbox-exec"),
+        (Some(_), true) => Protection::enforced_by("sandbox-exec"),
         (Some(_), false) => Protection::missing("it was started without sandbox-exec"),
     };
     // A file that every system of this kind has, and that no rule allows.

@@ -16,7 +16,7 @@ use crate::runner::{DesiredState, PendingOutputs};
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
 use aitk_common::control_plane::{
-    Assignment, HeldAttempt, OfferedCheckpoint, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
+    Assignment, AttemptRef, OfferedCheckpoint, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
 };
 use aitk_common::id::{AttemptId, Epoch, WorkerId};
 use aitk_proto::client::Clients;
@@ -210,13 +210,13 @@ impl Session {
         }
     }
 
-    fn running_attempts(&self) -> Vec<HeldAttempt> {
+    fn running_attempts(&self) -> Vec<AttemptRef> {
         let running = self
             .attempts
             .iter()
             .filter(|(_, attempt)| !attempt.fence.is_cancelled() && !attempt.is_over);
         running
-            .map(|(id, attempt)| HeldAttempt {
+            .map(|(id, attempt)| AttemptRef {
                 attempt: id.clone(),
                 epoch: attempt.epoch,
             })
@@ -386,7 +386,7 @@ impl Session {
     }
 
     fn assign(&mut self, assignment: Assignment) {
-        let held = HeldAttempt {
+        let held = AttemptRef {
             attempt: assignment.attempt.clone(),
             epoch: assignment.epoch,
         };

@@ -1,7 +1,7 @@
 //! The handle through which an attempt sends messages to the session.
 
 use crate::outbox::Request;
-use aitk_common::control_plane::{HeldAttempt, Report, UnixMillis};
+use aitk_common::control_plane::{AttemptRef, Report, UnixMillis};
 use aitk_common::id::AttemptId;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, oneshot};
@@ -30,17 +30,17 @@ pub(crate) struct Answer {
 /// Sends the messages of one attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Reporter {
-    held: HeldAttempt,
+    held: AttemptRef,
     session: mpsc::Sender<FromAttempt>,
 }
 
 impl Reporter {
-    pub(crate) fn new(held: HeldAttempt, session: mpsc::Sender<FromAttempt>) -> Self {
+    pub(crate) fn new(held: AttemptRef, session: mpsc::Sender<FromAttempt>) -> Self {
         Self { held, session }
     }
 
     /// The attempt and epoch that the messages are about.
-    pub(crate) fn held(&self) -> &HeldAttempt {
+    pub(crate) fn held(&self) -> &AttemptRef {
         &self.held
     }
 

@@ -3,7 +3,7 @@
 
 use crate::support::{JOB, TIMEOUT, device, eventually};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control_plane::{Assignment, HeldAttempt, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control_plane::{Assignment, AttemptRef, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_proto::v1;
@@ -65,7 +65,7 @@ impl Session {
     async fn assign(&mut self, job_json: &str, local: bool) -> Outcome {
         self.number += 1;
         let job = JobId::new(format!("j{}", self.number));
-        let held = HeldAttempt {
+        let held = AttemptRef {
             attempt: AttemptId::new(format!("{job}-0-1")),
             epoch: Epoch(1),
         };

@@ -435,7 +435,7 @@ async fn a_worker_reports_its_confinement() {
     let cluster = TestCluster::start().await;
     let mut config = cluster.config("w", "true");
     let mut confinement = Confinement::none("this kernel has no Landlock");
-    confinement.network = Protection::by("seccomp");
+    confinement.network = Protection::enforced_by("seccomp");
     config.confinement = Some(confinement.clone());
     let worker = aitk_worker::start(config.clone()).await.unwrap();
     support::wait_until_connected(&worker).await;

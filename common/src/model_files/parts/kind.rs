@@ -1,6 +1,6 @@
 //! The kinds of parts, and how they are told apart: by the names of their tensors, and by their configs.
 
-use crate::model_files::inventory::{Weights, read_json_file};
+use crate::model_files::inventory::{TensorShapes, read_json_file};
 use serde_json::Value;
 use std::path::Path;
 
@@ -81,13 +81,13 @@ impl ModelPart {
     }
 
     /// Whether a file has this part alone.
-    pub(super) fn is_in(self, weights: &Weights) -> bool {
+    pub(super) fn is_in(self, weights: &TensorShapes) -> bool {
         let has_any = |marks: &[&str]| marks.iter().any(|mark| has(weights, mark));
         has_any(self.marks()) && !has_any(self.foreign_marks())
     }
 
     /// What comes before the names of this part's tensors in a file that has it, alone or with others.
-    pub(super) fn prefix_in(self, weights: &Weights) -> Option<&'static str> {
+    pub(super) fn prefix_in(self, weights: &TensorShapes) -> Option<&'static str> {
         let prefix = self.prefixes().iter().copied().find(|prefix| has(weights, prefix));
         prefix.or_else(|| self.is_in(weights).then_some(""))
     }
@@ -150,7 +150,7 @@ impl ModelPart {
 }
 
 /// Whether a tensor's name begins so.
-pub(super) fn has(weights: &Weights, prefix: &str) -> bool {
+pub(super) fn has(weights: &TensorShapes, prefix: &str) -> bool {
     let mut from = weights.shapes.range(prefix.to_owned()..);
     from.next().is_some_and(|(name, _)| name.starts_with(prefix))
 }

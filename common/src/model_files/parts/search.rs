@@ -4,7 +4,7 @@ use super::family::{self, FamilyPart, FamilyParts};
 use super::kind::{ModelPart, has};
 use super::{ModelParts, PartFiles, PartPaths};
 use crate::job::arch::ArchName;
-use crate::model_files::inventory::{Unreadable, Weights, header_of, is_weights, read_json_file};
+use crate::model_files::inventory::{TensorShapes, Unreadable, header_of, is_weights, read_json_file};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -106,7 +106,7 @@ fn leaves_out(folder: &Path, part: &str) -> bool {
 
 /// The weights files directly in a folder, with their headers. A damaged file among them is left out: it is reported only if its part
 /// is missing.
-fn weights_files_in(folder: &Path) -> Result<Vec<(PathBuf, Weights)>, String> {
+fn weights_files_in(folder: &Path) -> Result<Vec<(PathBuf, TensorShapes)>, String> {
     let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let names = entries
         .flatten()
@@ -120,7 +120,7 @@ fn weights_files_in(folder: &Path) -> Result<Vec<(PathBuf, Weights)>, String> {
 }
 
 /// The header of a file that a config gives.
-fn given_header(path: &Path) -> Result<Weights, String> {
+fn given_header(path: &Path) -> Result<TensorShapes, String> {
     header_of(path).map_err(|error| match error {
         Unreadable::Pickle(why) => format!("{}: it is a pickle file, which is not opened: {why}", path.display()),
         Unreadable::Other(why) => format!("{}: {why}", path.display()),
@@ -128,7 +128,7 @@ fn given_header(path: &Path) -> Result<Weights, String> {
 }
 
 /// What a file has instead of what was expected.
-fn contents(weights: &Weights) -> String {
+fn contents(weights: &TensorShapes) -> String {
     let first = weights.shapes.keys().next();
     let architecture = weights.architecture.as_ref();
     let architecture = architecture.map(|name| format!("`general.architecture: {name}` and "));
@@ -172,11 +172,11 @@ struct Search<'a> {
     model: &'a Path,
     paths: &'a PartPaths,
     /// The header of a model that is one file.
-    checkpoint: Option<Weights>,
+    checkpoint: Option<TensorShapes>,
     /// Weights files directly in the folder of the extras, with their headers.
-    extra_files: Vec<(PathBuf, Weights)>,
+    extra_files: Vec<(PathBuf, TensorShapes)>,
     /// Of a family with several text encoders: the file of `te_name_or_path`, or the files directly in its folder.
-    text_files: Vec<(PathBuf, Weights)>,
+    text_files: Vec<(PathBuf, TensorShapes)>,
 }
 
 impl<'a> Search<'a> {
@@ -285,7 +285,7 @@ impl<'a> Search<'a> {
     }
 
     /// The part among files side by side.
-    fn among(&self, place: &FamilyPart, files: &[(PathBuf, Weights)]) -> Result<Option<PartFiles>, String> {
+    fn among(&self, place: &FamilyPart, files: &[(PathBuf, TensorShapes)]) -> Result<Option<PartFiles>, String> {
         let mut found = files.iter().filter(|(_, weights)| place.part.is_in(weights));
         match (found.next(), found.next()) {
             (Some((one, _)), Some((other, _))) => Err(format!(

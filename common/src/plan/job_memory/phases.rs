@@ -1,6 +1,6 @@
 //! The bytes of each phase by itself.
 
-use super::{CAPTION_TOKENS, Job, MAX_SIDE, Task, prompt_tokens};
+use super::{CAPTION_TOKENS, Job, MAX_SIDE, WorkKind, prompt_tokens};
 use crate::plan::json::config_options;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::phases::PhaseBytes;
@@ -13,7 +13,7 @@ impl Job<'_> {
     pub(in crate::plan) fn phases(&self, profile: MemoryProfile, backend: Backend) -> PhaseBytes {
         let options = MemoryOptions::of(profile).merge(config_options(self.body));
         let model = self.model(&options, backend);
-        if self.task == Task::Generation {
+        if self.kind == WorkKind::Generation {
             let sizes = image_sizes(self.body, self.multiple());
             let prompt = prompt_tokens(&sizes);
             let largest = sizes.iter().max_by(|a, b| a.area().total_cmp(&b.area()));

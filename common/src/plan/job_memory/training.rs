@@ -6,7 +6,7 @@ use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::requests::{sample_sizes, slider_sampling_sizes, validation_side};
 use crate::plan::slider::{SliderKind, slider_sizes};
-use crate::plan::walk::build::{TrainedTensor, Weights};
+use crate::plan::walk::build::{TrainedTensor, WeightBytes};
 use crate::plan::walk::{Backend, Walk};
 use serde_json::Value;
 
@@ -71,7 +71,7 @@ impl Job<'_> {
         let largest = 4.0 * trained.iter().map(|tensor| tensor.elements).fold(0.0, f64::max);
         let state: f64 = trained
             .iter()
-            .map(|tensor| self.optimizer.state_bytes(tensor.elements, tensor.means))
+            .map(|tensor| self.optimizer.state_bytes(tensor.elements, tensor.factored))
             .sum();
         let ema = if flag(body, "/train/ema_config/use_ema") {
             4.0 * count
@@ -211,7 +211,7 @@ impl Job<'_> {
         let encode = data
             .iter()
             .map(|batch| self.encoding(model, options, backend, batch.size));
-        let all = |weights: &Weights| weights.resident + weights.quantised;
+        let all = |weights: &WeightBytes| weights.resident + weights.quantised;
         Phase {
             held: 0.0,
             // The weights are counted in every phase, and are not loaded in this one.

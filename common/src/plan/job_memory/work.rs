@@ -1,6 +1,6 @@
 //! The work of a process in FLOPs, from the same walk.
 
-use super::{CAPTION_TOKENS, Job, MAX_SIDE, Task, prompt_tokens};
+use super::{CAPTION_TOKENS, Job, MAX_SIDE, WorkKind, prompt_tokens};
 use crate::plan::demand::evaluations;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::parameter_counts::ParameterCounts;
@@ -15,12 +15,12 @@ impl Job<'_> {
         let options = MemoryOptions::default();
         let backend = Backend::CPU;
         let model = self.model(&options, backend);
-        let flops = match self.task {
-            Task::Training => {
+        let flops = match self.kind {
+            WorkKind::Training => {
                 let checkpointed = self.is_checkpointed(&options);
                 self.step(&model, backend, false, checkpointed, &self.data()).flops
             }
-            Task::Generation => {
+            WorkKind::Generation => {
                 let all = image_sizes(self.body, self.multiple());
                 let prompt = prompt_tokens(&all);
                 let evaluations = evaluations(self.body);
@@ -46,7 +46,7 @@ impl Job<'_> {
     /// The FLOPs of a pass of the family's published denoiser over one image of 512 x 512.
     pub(in crate::plan) fn published_pass(&self) -> f64 {
         let published = Job {
-            task: Task::Generation,
+            kind: WorkKind::Generation,
             body: &Value::Null,
             family: self.family,
             shapes: self.family.shapes,

@@ -125,13 +125,13 @@ pub(in crate::plan) struct StoredFractions {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::plan) struct TrainedTensor {
     pub(in crate::plan) elements: f64,
-    /// Elements of its row means and column means; `None` for a tensor of one dimension.
-    pub(in crate::plan) means: Option<f64>,
+    /// Elements of its factored second moments (means of rows and of columns); `None` for a tensor of one dimension.
+    pub(in crate::plan) factored: Option<f64>,
 }
 
 /// The memory of a component's weights in bytes.
 #[derive(Clone, Debug, Default)]
-pub(in crate::plan) struct Weights {
+pub(in crate::plan) struct WeightBytes {
     /// In the compute dtype or as they are stored.
     pub(in crate::plan) resident: f64,
     /// Quantised when they are loaded.
@@ -152,7 +152,7 @@ pub(in crate::plan) struct Builder {
     /// The elements that should have been streamed so far, minus those that are.
     deficit: f64,
     count: u64,
-    pub(in crate::plan) weights: Weights,
+    pub(in crate::plan) weights: WeightBytes,
 }
 
 /// The sizes of a layer.
@@ -194,7 +194,7 @@ impl Builder {
             options,
             deficit: 0.0,
             count: first_index,
-            weights: Weights::default(),
+            weights: WeightBytes::default(),
         }
     }
 
@@ -423,8 +423,8 @@ impl Builder {
         })
     }
 
-    fn trained(&mut self, elements: f64, means: Option<f64>) {
-        self.weights.trained.push(TrainedTensor { elements, means });
+    fn trained(&mut self, elements: f64, factored: Option<f64>) {
+        self.weights.trained.push(TrainedTensor { elements, factored });
     }
 
     /// A tensor of one dimension. Returns whether it is trained.

@@ -2,7 +2,7 @@
 
 use super::meter::Shaped;
 
-/// What a denoiser is conditioned on besides the time step.
+/// What a denoiser is conditioned on besides the timestep.
 #[derive(Clone)]
 pub(in crate::plan) struct Conditions {
     /// The encoded text, [batch, tokens, features].

@@ -7,7 +7,7 @@ use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::{Activation, NormActivation};
 
-/// Sinusoids of a time step or a guidance scale.
+/// Sinusoids of a timestep or a guidance scale.
 pub(super) const SINUSOIDS: f64 = 256.0;
 
 /// A layer norm without weight and bias.

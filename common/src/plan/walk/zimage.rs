@@ -15,9 +15,9 @@ use std::rc::Rc;
 
 /// Tokens of images and of captions are filled up to multiples of this number.
 const MULTIPLE: f64 = 32.0;
-/// Features of the hidden layer of the time step's embedding.
+/// Features of the hidden layer of the timestep's embedding.
 const TIME_HIDDEN: f64 = 1024.0;
-/// The most features of the embedded time step.
+/// The most features of the embedded timestep.
 const MAX_TIME_FEATURES: f64 = 256.0;
 
 fn padded(tokens: f64) -> f64 {

@@ -170,7 +170,7 @@ fn mistakes_of_training_configs_are_named() {
         "{}timestep_sampling = \"sigma\"\nweighting_scheme = \"mode\"\n",
         flux.replace("timestep_sampling = \"sigmoid\"\n", "")
     ));
-    assert!(found[0].contains("aitk draws no such time steps"), "{found:?}");
+    assert!(found[0].contains("aitk draws no such timesteps"), "{found:?}");
     for missing in [
         "pretrained_model_name_or_path",
         "train_data_dir",

@@ -2,7 +2,7 @@
 
 use crate::model::QueueState;
 use crate::queue::StartCondition;
-use crate::state::classes::{DeviceNeeds, check_fit};
+use crate::state::classes::{DeviceNeeds, FittingProfile, check_fit};
 use crate::state::speeds::MAX_SLOWDOWN;
 use crate::{Job, PlacedAttempt, Preemption, State};
 use aitk_common::control_plane::{JobState, UnixMillis};
@@ -15,7 +15,7 @@ fn fastest(state: &State, needs: &DeviceNeeds) -> f64 {
         .filter(|(_, slot)| slot.accepts_jobs)
         .filter_map(|(_, slot)| {
             let worker = state.workers.get(&slot.worker)?;
-            let (profile, _) = check_fit(needs, worker, &slot.device).ok()?;
+            let profile = check_fit(needs, worker, &slot.device).ok()?.profile;
             Some(
                 state
                     .speeds
@@ -34,7 +34,7 @@ fn could_start(state: &State, job: &Job, slot: usize, without: Option<&PlacedAtt
         return false;
     };
     let needs = DeviceNeeds::of(job);
-    let Ok((profile, bytes)) = check_fit(&needs, worker, &slot.device) else {
+    let Ok(FittingProfile { profile, bytes }) = check_fit(&needs, worker, &slot.device) else {
         return false;
     };
     let speed = state
@@ -51,7 +51,7 @@ fn could_start(state: &State, job: &Job, slot: usize, without: Option<&PlacedAtt
     // A device may be reserved for a part; and a slow device starts no part while faster devices work on its job.
     let excluded = excluded
         || slot
-            .reserved_for
+            .takeover_by
             .as_ref()
             .is_some_and(|id| state.jobs.get(id).is_some_and(|other| job.level() >= other.level()));
     let excluded = excluded || (needs.part_of.is_some() && is_with_faster(state, job, speed));

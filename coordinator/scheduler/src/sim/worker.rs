@@ -5,9 +5,7 @@ use crate::tests::{device, manifest, registration};
 use crate::{Event, PlacedAttempt, SessionId};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::control_plane::{
-    HeldAttempt, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis,
-};
+use aitk_common::control_plane::{AttemptRef, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis};
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
@@ -23,7 +21,7 @@ const WATCHDOG: u32 = 6;
 /// An attempt on the worker.
 #[derive(Clone, Debug)]
 pub(super) struct SimAttempt {
-    pub(super) held: HeldAttempt,
+    pub(super) held: AttemptRef,
     step: u64,
     total: u64,
     seq: u64,
@@ -55,7 +53,7 @@ pub(super) struct SimWorker {
     pub(super) connecting_since: Option<UnixMillis>,
     pub(super) attempts: BTreeMap<AttemptId, SimAttempt>,
     /// Attempts that it once had; faults make it report on them.
-    pub(super) earlier_attempts: Vec<HeldAttempt>,
+    pub(super) earlier_attempts: Vec<AttemptRef>,
     /// It is suspended until then, like a laptop with a closed lid.
     pub(super) sleeps_until: UnixMillis,
     /// Its process does not run until then.
@@ -261,7 +259,7 @@ impl SimWorker {
             return Vec::new();
         };
         let mut events = Vec::new();
-        let mut held: Vec<HeldAttempt> = self.attempts.values().map(|attempt| attempt.held.clone()).collect();
+        let mut held: Vec<AttemptRef> = self.attempts.values().map(|attempt| attempt.held.clone()).collect();
         if faults && random.once_in(40) {
             // It omits an attempt, and lists one that it had earlier.
             held.pop();

@@ -10,7 +10,7 @@ use crate::tests::settings;
 use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Quotas, Record, Reply, SessionId, Settings, State, check};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceRef;
-use aitk_common::control_plane::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
+use aitk_common::control_plane::{AttemptRef, JobState, ToWorker, UnixMillis, Verdict};
 use aitk_common::id::{Epoch, JobId, UserName, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -529,7 +529,7 @@ impl World {
         }
     }
 
-    fn apply_effect(&mut self, effect: Effect, about: Option<&(HeldAttempt, u64)>) {
+    fn apply_effect(&mut self, effect: Effect, about: Option<&(AttemptRef, u64)>) {
         match effect {
             Effect::Assign(session, placed) => {
                 let newest = self.epochs.entry(placed.job.clone()).or_default();

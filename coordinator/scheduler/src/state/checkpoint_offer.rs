@@ -1,6 +1,6 @@
 //! Checkpoints that a worker has saved and not uploaded yet.
 
-use aitk_common::control_plane::{HeldAttempt, UnixMillis};
+use aitk_common::control_plane::{AttemptRef, UnixMillis};
 use aitk_common::id::{AttemptId, WorkerId};
 
 /// A checkpoint that a worker offers to upload after its attempt has ended.
@@ -8,7 +8,7 @@ use aitk_common::id::{AttemptId, WorkerId};
 pub(crate) struct CheckpointOffer {
     pub(crate) worker: WorkerId,
     pub(crate) worker_name: String,
-    pub(crate) held: HeldAttempt,
+    pub(crate) held: AttemptRef,
     pub(crate) step: u64,
     /// Until when the job waits for it.
     pub(crate) until: UnixMillis,

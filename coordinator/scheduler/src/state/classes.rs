@@ -102,8 +102,13 @@ pub(crate) enum FitError {
     NoBudget,
 }
 
-/// How a job would run on a device: the memory profile, and the bytes that it needs; none: not known.
-pub(crate) type FittingProfile = (MemoryProfile, Option<u64>);
+/// How a job would run on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FittingProfile {
+    pub(crate) profile: MemoryProfile,
+    /// The memory that it needs; none: not known.
+    pub(crate) bytes: Option<u64>,
+}
 
 /// Checks whether a job with these needs fits on a device when the device is idle, and chooses the fastest profile that fits.
 /// Beside other jobs it runs under the same profile or not at all: a smaller one would be too slow.
@@ -154,7 +159,10 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
     let Some(predicted) = needs.predicted else {
         let own = if on_cpu { MemoryProfile::CpuOnly } else { device.profile };
         let chosen = tried.iter().find(|one| **one == own).or(tried.first());
-        return Ok((*chosen.unwrap_or(&own), needs.memory));
+        return Ok(FittingProfile {
+            profile: *chosen.unwrap_or(&own),
+            bytes: needs.memory,
+        });
     };
     let mut layouts: Vec<_> = tried.iter().map(|one| (*one, predicted.under(*one, kind))).collect();
     // A smaller profile that saves no memory is not tried.
@@ -165,9 +173,18 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
     let smallest = layouts.last().copied().unwrap_or((MemoryProfile::Extreme, 0));
     match (fitting, needs.memory) {
         // A prediction does not stop a job whose user states its memory, nor one that runs in place.
-        (found, Some(wanted)) => Ok((found.map_or(smallest.0, |found| found.0), Some(wanted))),
-        (found, None) if needs.local => Ok((found.map_or(smallest.0, |found| found.0), None)),
-        (Some((profile, bytes)), None) => Ok((*profile, Some(*bytes))),
+        (found, bytes @ Some(_)) => Ok(FittingProfile {
+            profile: found.map_or(smallest.0, |found| found.0),
+            bytes,
+        }),
+        (found, None) if needs.local => Ok(FittingProfile {
+            profile: found.map_or(smallest.0, |found| found.0),
+            bytes: None,
+        }),
+        (Some((profile, bytes)), None) => Ok(FittingProfile {
+            profile: *profile,
+            bytes: Some(*bytes),
+        }),
         (None, None) => Err(FitError::PredictedMemory {
             budget,
             needed: smallest.1,
@@ -179,7 +196,7 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
 /// How the jobs of a class would run on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceFit {
-    pub(crate) profile: FittingProfile,
+    pub(crate) fitting: FittingProfile,
     /// Seconds per unit of work.
     pub(crate) seconds_per_unit: f64,
 }

@@ -67,7 +67,7 @@ pub struct State {
     /// Empty between steps: arrays of parts of which a part stopped running or changed its speed.
     pub(crate) arrays_to_recheck: BTreeSet<JobId>,
     /// Derived: how many devices are reserved for a part that moves to them.
-    pub(crate) reserved_slots: usize,
+    pub(crate) takeover_slots: usize,
     /// Empty between steps: reserved devices whose part has left its old device and is placed in this step.
     pub(crate) reserved_until_placed: BTreeSet<SlotId>,
     /// Volatile: checkpoints that workers offer to upload, by job.
@@ -102,7 +102,7 @@ impl State {
             arrays_with_capacity: BTreeSet::new(),
             splits: BTreeSet::new(),
             arrays_to_recheck: BTreeSet::new(),
-            reserved_slots: 0,
+            takeover_slots: 0,
             reserved_until_placed: BTreeSet::new(),
             offers: BTreeMap::new(),
         };

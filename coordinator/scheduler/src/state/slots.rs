@@ -30,7 +30,7 @@ pub(crate) struct Slot {
     /// The classes of waiting jobs that fit on it.
     pub(crate) classes: BTreeSet<ClassId>,
     /// The part that moves to this device from a slower one.
-    pub(crate) reserved_for: Option<JobId>,
+    pub(crate) takeover_by: Option<JobId>,
     /// Under which capacity it is in the index of devices with capacity.
     indexed: Option<Capacity>,
 }
@@ -161,7 +161,7 @@ impl Slots {
             accepts_jobs: false,
             quarantined: None,
             classes: BTreeSet::new(),
-            reserved_for: None,
+            takeover_by: None,
             indexed: None,
         });
         self.index.entry(worker.clone()).or_default().insert(key, id);

@@ -88,7 +88,7 @@ fn a_silent_worker_loses_its_lease_and_is_fenced_when_it_returns() {
     assert_eq!(
         world.commit(
             two,
-            &HeldAttempt {
+            &AttemptRef {
                 epoch: Epoch(1),
                 ..held("ja", 2)
             },

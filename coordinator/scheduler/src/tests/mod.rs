@@ -18,7 +18,7 @@ use super::{
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control_plane::{
-    Artifact, AttemptState, HeldAttempt, JobState, JobView, Progress, Registration, Report,
+    Artifact, AttemptRef, AttemptState, JobState, JobView, Progress, Registration, Report,
 };
 use aitk_common::control_plane::{ToWorker, UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
@@ -62,7 +62,7 @@ pub(super) fn device(kind: DeviceKind, index: u32) -> Device {
     }
 }
 
-pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<HeldAttempt>) -> Registration {
+pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<AttemptRef>) -> Registration {
     Registration {
         protocol: 1,
         worker: Some(WorkerId::new(worker)),
@@ -137,7 +137,7 @@ impl World {
         });
     }
 
-    fn worker(&mut self, name: &str, devices: Vec<Device>, running: Vec<HeldAttempt>) -> SessionId {
+    fn worker(&mut self, name: &str, devices: Vec<Device>, running: Vec<AttemptRef>) -> SessionId {
         self.sessions += 1;
         let session = SessionId(self.sessions);
         let registration = Box::new(registration(name, devices, running));
@@ -154,14 +154,14 @@ impl World {
         self.worker(name, vec![device(DeviceKind::Cpu, 0)], Vec::new())
     }
 
-    fn heartbeat(&mut self, session: SessionId, running: &[HeldAttempt]) {
+    fn heartbeat(&mut self, session: SessionId, running: &[AttemptRef]) {
         self.step(Event::Heartbeat {
             session,
             running: running.to_vec(),
         });
     }
 
-    fn commit(&mut self, session: SessionId, held: &HeldAttempt, step: u64) -> Verdict {
+    fn commit(&mut self, session: SessionId, held: &AttemptRef, step: u64) -> Verdict {
         let manifest = manifest(&step.to_string());
         self.step(Event::CommitCheckpoint {
             session,
@@ -173,7 +173,7 @@ impl World {
         self.verdict()
     }
 
-    fn finish(&mut self, session: SessionId, held: &HeldAttempt, outcome: Outcome) -> Verdict {
+    fn finish(&mut self, session: SessionId, held: &AttemptRef, outcome: Outcome) -> Verdict {
         self.step(Event::Finished {
             session,
             request: 5,
@@ -224,7 +224,7 @@ impl World {
         verdict.expect("no answer")
     }
 
-    fn assigned(&self) -> Vec<(SessionId, HeldAttempt)> {
+    fn assigned(&self) -> Vec<(SessionId, AttemptRef)> {
         let assigned = self.last.iter().filter_map(|effect| match effect {
             Effect::Assign(session, placed) => Some((*session, placed.held.clone())),
             _ => None,
@@ -243,8 +243,8 @@ impl World {
     }
 }
 
-fn held(job: &str, epoch: u64) -> HeldAttempt {
-    HeldAttempt {
+fn held(job: &str, epoch: u64) -> AttemptRef {
+    AttemptRef {
         attempt: AttemptId::new(format!("{job}-{epoch}")),
         epoch: Epoch(epoch),
     }

@@ -80,7 +80,7 @@ fn files_of_an_offered_checkpoint_are_accepted() {
         index: None,
         local_path: None,
     };
-    let ready = |held: HeldAttempt| Event::ArtifactReady {
+    let ready = |held: AttemptRef| Event::ArtifactReady {
         session,
         request: 5,
         held,
@@ -143,7 +143,7 @@ fn superseded_checkpoints_are_not_wanted() {
         offer("ja", 1, 3),
         offer("jb", 1, 9),
         OfferedCheckpoint {
-            held: HeldAttempt {
+            held: AttemptRef {
                 attempt: AttemptId::new("ja-1"),
                 epoch: Epoch(2),
             },

@@ -19,7 +19,7 @@ struct Fixture {
     hers: String,
     his: String,
     worker: FakeWorker,
-    work: aitk_common::control_plane::HeldAttempt,
+    work: aitk_common::control_plane::AttemptRef,
 }
 
 impl Fixture {

@@ -5,7 +5,7 @@ use super::{TestServer, view};
 use crate::access;
 use crate::support::{FakeWorker, held_attempt, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control_plane::{HeldAttempt, JobState, ToWorker, Verdict};
+use aitk_common::control_plane::{AttemptRef, JobState, ToWorker, Verdict};
 use aitk_proto::v1;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -48,7 +48,7 @@ fn array(inputs: usize, path_bytes: usize) -> v1::SubmitArrayRequest {
 /// When the coordinator fences the attempt or ends the session.
 async fn send_heartbeats(
     mut worker: FakeWorker,
-    work: HeldAttempt,
+    work: AttemptRef,
     mut stop: oneshot::Receiver<()>,
 ) -> (Duration, FakeWorker) {
     let (mut longest, mut sent) = (Duration::ZERO, VecDeque::new());

@@ -8,8 +8,8 @@ use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::{FORMAT_VERSION, FileEntry, Manifest};
 use aitk_common::control_plane::{
-    Assignment, EventBody, HeldAttempt, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report,
-    Submission, SubmissionReceipt, ToCoordinator, ToWorker, UnixMillis, Verdict,
+    Assignment, AttemptRef, EventBody, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report, Submission,
+    SubmissionReceipt, ToCoordinator, ToWorker, UnixMillis, Verdict,
 };
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, WorkerId};
@@ -242,8 +242,8 @@ pub(crate) fn cpu() -> Device {
     }
 }
 
-pub(crate) fn held_attempt(work: &Assignment) -> HeldAttempt {
-    HeldAttempt {
+pub(crate) fn held_attempt(work: &Assignment) -> AttemptRef {
+    AttemptRef {
         attempt: work.attempt.clone(),
         epoch: work.epoch,
     }
@@ -259,7 +259,7 @@ pub(crate) struct FakeWorker {
 }
 
 impl FakeWorker {
-    pub(crate) fn registration(name: &str, worker: Option<WorkerId>, running: Vec<HeldAttempt>) -> Registration {
+    pub(crate) fn registration(name: &str, worker: Option<WorkerId>, running: Vec<AttemptRef>) -> Registration {
         Registration {
             protocol: PROTOCOL_VERSION,
             worker,
@@ -349,7 +349,7 @@ impl FakeWorker {
         let _ = self.sender.send(message.into()).await;
     }
 
-    pub(crate) async fn heartbeat(&self, running: &[HeldAttempt]) {
+    pub(crate) async fn heartbeat(&self, running: &[AttemptRef]) {
         self.send(ToCoordinator::Heartbeat {
             running: running.to_vec(),
         })
@@ -386,7 +386,7 @@ impl FakeWorker {
         .await
     }
 
-    pub(crate) async fn commit(&mut self, held: &HeldAttempt, manifest: ContentHash, step: u64) -> Verdict {
+    pub(crate) async fn commit(&mut self, held: &AttemptRef, manifest: ContentHash, step: u64) -> Verdict {
         let held = held.clone();
         self.request(|request| ToCoordinator::Commit {
             request,
@@ -398,7 +398,7 @@ impl FakeWorker {
         .0
     }
 
-    pub(crate) async fn finish(&mut self, held: &HeldAttempt, outcome: Outcome) -> Verdict {
+    pub(crate) async fn finish(&mut self, held: &AttemptRef, outcome: Outcome) -> Verdict {
         let held = held.clone();
         self.request(|request| ToCoordinator::Finished { request, held, outcome })
             .await

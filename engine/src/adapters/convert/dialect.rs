@@ -79,7 +79,7 @@ impl PartLayers {
     /// Whether files of this dialect have the names of peft for the tensors of a LoRA, and no alpha.
     pub(super) fn has_peft_names(&self, dialect: Dialect) -> bool {
         match dialect {
-            Dialect::AiToolkit => self.names == AdapterNames::Dotted,
+            Dialect::AiToolkit => self.names == AdapterNames::Peft,
             Dialect::Diffusers => true,
             Dialect::SdScripts | Dialect::ComfyUi | Dialect::Lycoris => false,
         }
@@ -98,24 +98,24 @@ impl PartLayers {
         let is_text = self.role == PartRole::TextEncoder;
         match dialect {
             Dialect::AiToolkit => each(&|path| saved_name(self.names, self.role, self.lora_prefix, path)),
-            Dialect::Diffusers => each(&|path| saved_name(AdapterNames::Dotted, self.role, self.id, path)),
+            Dialect::Diffusers => each(&|path| saved_name(AdapterNames::Peft, self.role, self.id, path)),
             Dialect::SdScripts | Dialect::Lycoris if is_text => {
                 let prefix = match self.names {
-                    AdapterNames::Flattened => self.lora_prefix,
-                    AdapterNames::Dotted => old_prefix(self.id),
+                    AdapterNames::Kohya => self.lora_prefix,
+                    AdapterNames::Peft => old_prefix(self.id),
                 };
-                each(&|path| saved_name(AdapterNames::Flattened, self.role, prefix, path))
+                each(&|path| saved_name(AdapterNames::Kohya, self.role, prefix, path))
             }
             Dialect::ComfyUi if is_text => {
                 let prefix = match self.id {
                     "text_encoder_2" => "text_encoders.clip_g.transformer",
                     _ => "text_encoders.clip_l.transformer",
                 };
-                each(&|path| saved_name(AdapterNames::Dotted, self.role, prefix, path))
+                each(&|path| saved_name(AdapterNames::Peft, self.role, prefix, path))
             }
             Dialect::Lycoris => each(&|path| format!("lycoris_{}", flatten(path))),
             // Of U-Nets sd-scripts has diffusers' names, but for XL.
-            Dialect::SdScripts if self.names == AdapterNames::Flattened && !is_xl => {
+            Dialect::SdScripts if self.names == AdapterNames::Kohya && !is_xl => {
                 each(&|path| format!("lora_unet_{}", flatten(path)))
             }
             Dialect::SdScripts => self.original(&|name| format!("lora_unet_{}", flatten(name))),

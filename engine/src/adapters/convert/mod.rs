@@ -248,7 +248,7 @@ impl Converter {
         }
         let site = Site {
             name: key.1.clone(),
-            names: AdapterNames::Dotted,
+            names: AdapterNames::Peft,
             weight,
             handle: &AdapterHandle::new(1.0),
         };
@@ -323,9 +323,9 @@ impl Converter {
             // ComfyUI reads a third matrix beside these names of sd-scripts only.
             let has_new_names = peft || (dialect == Dialect::ComfyUi && lora.mid.is_none());
             let names = if has_new_names {
-                AdapterNames::Dotted
+                AdapterNames::Peft
             } else {
-                AdapterNames::Flattened
+                AdapterNames::Kohya
             };
             let [down, up] = names.matrices();
             let factor = if peft { scale } else { lora.scalar };

@@ -63,9 +63,9 @@ impl TrainedDora {
     /// The name of the magnitude in files: programs that read these names of layers know the magnitude by this one.
     fn suffix(&self) -> &'static str {
         match self.names {
-            AdapterNames::Flattened => "dora_scale",
+            AdapterNames::Kohya => "dora_scale",
             // transformers reads it with this ending alone.
-            AdapterNames::Dotted => "lora_magnitude_vector.weight",
+            AdapterNames::Peft => "lora_magnitude_vector.weight",
         }
     }
 }
@@ -103,10 +103,10 @@ impl TrainedLayer for TrainedDora {
         let axes = self.lora.up.rank();
         let mut shape = vec![1; axes];
         // peft has the axis of the outputs of a convolution second.
-        let axis = usize::from(self.names == AdapterNames::Dotted && axes > 2);
+        let axis = usize::from(self.names == AdapterNames::Peft && axes > 2);
         shape[axis] = magnitude.elem_count();
         let magnitude = match self.names {
-            AdapterNames::Dotted if axes == 2 => magnitude,
+            AdapterNames::Peft if axes == 2 => magnitude,
             _ => magnitude.reshape(shape)?,
         };
         tensors.push((self.suffix(), magnitude));

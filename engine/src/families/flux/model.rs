@@ -85,8 +85,8 @@ impl Model for FluxModel {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "transformer",
-            lora_names: AdapterNames::Dotted,
-            blocks: &["transformer_blocks", "single_transformer_blocks"],
+            lora_names: AdapterNames::Peft,
+            block_lists: &["transformer_blocks", "single_transformer_blocks"],
             layers: &mut self.transformer,
         });
         parts

@@ -50,8 +50,8 @@ impl TextEncoders for FluxTextEncoders {
             id: "text_encoder",
             role: PartRole::TextEncoder,
             lora_prefix: "text_encoder",
-            lora_names: AdapterNames::Dotted,
-            blocks: &[],
+            lora_names: AdapterNames::Peft,
+            block_lists: &[],
             layers: &mut self.clip,
         }]
     }

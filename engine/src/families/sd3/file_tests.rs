@@ -11,7 +11,7 @@ use crate::testing::single_files::{
     RawFile, Tensors, damaged, ldm_vae, original_shapes, original_tensors, prefixed, read_tensors, without_weights,
     write_gguf,
 };
-use crate::testing::{are_all_chosen, fixtures, gap};
+use crate::testing::{fixtures, gap, runs_all_cases};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -250,7 +250,7 @@ fn damaged_files_are_refused_with_one_message() {
     };
     let mut generator = TorchGenerator::manual_seed(21);
     let mut random = |below: usize| (generator.next_u64() % below as u64) as usize;
-    let (mut refused, rounds) = (0, if are_all_chosen() { 80 } else { 20 });
+    let (mut refused, rounds) = (0, if runs_all_cases() { 80 } else { 20 });
     for is_scaled in [false, true] {
         let bytes = whole_checkpoint(is_scaled).bytes();
         std::fs::write(&path, &bytes).unwrap();

@@ -89,8 +89,8 @@ impl Model for Sd3Model {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "transformer",
-            lora_names: AdapterNames::Dotted,
-            blocks: &["transformer_blocks"],
+            lora_names: AdapterNames::Peft,
+            block_lists: &["transformer_blocks"],
             layers: &mut self.transformer,
         });
         parts
@@ -125,7 +125,7 @@ impl Model for Sd3Model {
         Ok(vec![prediction.to_dtype(DType::F32)?])
     }
 
-    fn blocks(&self) -> usize {
+    fn skippable_blocks(&self) -> usize {
         self.transformer.block_count()
     }
 

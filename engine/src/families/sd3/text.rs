@@ -85,8 +85,8 @@ impl TextEncoders for Sd3TextEncoders {
             id,
             role: PartRole::TextEncoder,
             lora_prefix: id,
-            lora_names: AdapterNames::Dotted,
-            blocks: &[],
+            lora_names: AdapterNames::Peft,
+            block_lists: &[],
             layers,
         };
         vec![

@@ -2,7 +2,7 @@
 
 use super::load::SIZE_NUMBERS;
 use super::save::FullModel;
-use super::text::{CONTEXT, POOLED, add_word, encode, parts, word_vectors};
+use super::text::{CONTEXT, POOLED, add_embedding, encode, initial_embedding, parts};
 use super::variant::TextOutput;
 use super::{SdModel, TextEncoder};
 use crate::checkpointing::Checkpointing;
@@ -64,8 +64,8 @@ impl Model for SdModel {
             id: "unet",
             role: PartRole::Denoiser,
             lora_prefix: "lora_unet",
-            lora_names: AdapterNames::Flattened,
-            blocks: &[],
+            lora_names: AdapterNames::Kohya,
+            block_lists: &[],
             layers: &mut self.unet,
         });
         parts
@@ -89,17 +89,17 @@ impl Model for SdModel {
             .with(POOLED, zeros(POOLED)?))
     }
 
-    fn word_vectors(&self, text: &str, count: usize) -> Result<Vec<Tensor>> {
+    fn initial_embedding(&self, text: &str, count: usize) -> Result<Vec<Tensor>> {
         match &self.prompts {
             Some(_) => Err(text_encoders_needed()),
-            None => word_vectors(&self.text_encoders, text, count),
+            None => initial_embedding(&self.text_encoders, text, count),
         }
     }
 
-    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+    fn add_embedding(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
         match &self.prompts {
             Some(_) => Err(text_encoders_needed()),
-            None => add_word(&mut self.text_encoders, trigger, vectors),
+            None => add_embedding(&mut self.text_encoders, trigger, vectors),
         }
     }
 

@@ -89,7 +89,7 @@ fn of_first_block(pooled: &Tensor, blocks: usize) -> Result<Tensor> {
 }
 
 /// The vectors of the first `count` tokens of a text, filled up with those of `*`, in each text encoder.
-pub(super) fn word_vectors(encoders: &[TextEncoder], text: &str, count: usize) -> Result<Vec<Tensor>> {
+pub(super) fn initial_embedding(encoders: &[TextEncoder], text: &str, count: usize) -> Result<Vec<Tensor>> {
     let of_encoder = |encoder: &TextEncoder| {
         let mut ids = encoder.tokenizer.tokens(text)?;
         ids.truncate(count);
@@ -103,7 +103,7 @@ pub(super) fn word_vectors(encoders: &[TextEncoder], text: &str, count: usize) -
 }
 
 /// Adds a word to the prompts of text encoders.
-pub(super) fn add_word(encoders: &mut [TextEncoder], trigger: &str, vectors: &[Tensor]) -> Result<()> {
+pub(super) fn add_embedding(encoders: &mut [TextEncoder], trigger: &str, vectors: &[Tensor]) -> Result<()> {
     if encoders.len() != vectors.len() {
         return Err(EngineError::bad_input(format!(
             "the word `{trigger}` has vectors for {} text encoders, and the model has {}",
@@ -120,7 +120,7 @@ pub(super) fn add_word(encoders: &mut [TextEncoder], trigger: &str, vectors: &[T
             )));
         }
         let ids = encoder.model.add_vectors(vectors.clone())?;
-        encoder.tokenizer.add_word(trigger, ids)?;
+        encoder.tokenizer.add_embedding(trigger, ids)?;
     }
     Ok(())
 }
@@ -133,8 +133,8 @@ pub(super) fn parts(encoders: &mut [TextEncoder]) -> Vec<Part<'_>> {
             id: encoder.spec.folder,
             role: PartRole::TextEncoder,
             lora_prefix: encoder.spec.lora_prefix,
-            lora_names: AdapterNames::Flattened,
-            blocks: &[],
+            lora_names: AdapterNames::Kohya,
+            block_lists: &[],
             layers: &mut encoder.model,
         })
         .collect()
@@ -157,8 +157,8 @@ impl TextEncoders for SdTextEncoders {
         parts(&mut self.encoders)
     }
 
-    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
-        add_word(&mut self.encoders, trigger, vectors)
+    fn add_embedding(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+        add_embedding(&mut self.encoders, trigger, vectors)
     }
 }
 

@@ -119,7 +119,7 @@ impl ComponentSpec {
     };
 }
 
-/// The changes of diffusers' `StableDiffusionPipeline` to a scheduler's config: latents are not clipped, and time steps
+/// The changes of diffusers' `StableDiffusionPipeline` to a scheduler's config: latents are not clipped, and timesteps
 /// start at 1. `StableDiffusionXLPipeline` makes none.
 #[must_use]
 pub fn pipeline_overrides(params: SamplerParams) -> SamplerParams {

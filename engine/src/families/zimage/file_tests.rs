@@ -9,7 +9,7 @@ use crate::testing::single_files::{
     RawFile, Tensors, damaged, ldm_vae, original_shapes, original_tensors, prefixed, read_tensors, without_weights,
     write_gguf,
 };
-use crate::testing::{are_all_chosen, fixtures, gap, zimage_folder};
+use crate::testing::{fixtures, gap, runs_all_cases, zimage_folder};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -263,7 +263,7 @@ fn damaged_files_are_refused_with_one_message() {
     };
     let mut generator = TorchGenerator::manual_seed(31);
     let mut random = |below: usize| (generator.next_u64() % below as u64) as usize;
-    let (mut refused, rounds) = (0, if are_all_chosen() { 80 } else { 20 });
+    let (mut refused, rounds) = (0, if runs_all_cases() { 80 } else { 20 });
     for is_scaled in [false, true] {
         let mut file = RawFile::default();
         file.add_float8(COMFY, &transformer(model.path()), is_scaled);

@@ -80,8 +80,8 @@ impl Model for ZImageModel {
             id: "transformer",
             role: PartRole::Denoiser,
             lora_prefix: "diffusion_model",
-            lora_names: AdapterNames::Dotted,
-            blocks: &["layers"],
+            lora_names: AdapterNames::Peft,
+            block_lists: &["layers"],
             layers: &mut self.transformer,
         }]
     }

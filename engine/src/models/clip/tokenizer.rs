@@ -151,7 +151,7 @@ impl ClipTokenizer {
     ///
     /// # Errors
     /// When it is a word of the vocabulary, was added before, or prompts could not tell it from one that was.
-    pub fn add_word(&mut self, trigger: &str, ids: Range<u32>) -> Result<()> {
+    pub fn add_embedding(&mut self, trigger: &str, ids: Range<u32>) -> Result<()> {
         if self.vocabulary_tokens(trigger)?.len() <= 1 {
             return Err(EngineError::bad_input(format!(
                 "the text encoder knows the word `{trigger}` already: choose another one, or prompts could no longer use this one"

@@ -59,7 +59,7 @@ impl Default for FluxConfig {
     }
 }
 
-/// What the transformer is conditioned on besides the time step.
+/// What the transformer is conditioned on besides the timestep.
 #[derive(Clone, Copy, Debug)]
 pub struct FluxConditions<'a> {
     /// The encoded text, [b, tokens, joint_attention_dim].
@@ -159,7 +159,7 @@ impl FluxTransformer2DModel {
         self.guidance_embedder.is_some()
     }
 
-    /// Predicts the velocity of latents [b, channels, h, w] at the time steps [b] (f32, 0 to 1000): the same shape.
+    /// Predicts the velocity of latents [b, channels, h, w] at the timesteps [b] (f32, 0 to 1000): the same shape.
     /// h and w are even.
     ///
     /// # Errors

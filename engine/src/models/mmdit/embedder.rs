@@ -1,4 +1,4 @@
-//! Embedding of time steps, guidance scales and pooled text.
+//! Embedding of timesteps, guidance scales and pooled text.
 
 use super::layers::Visitor;
 use crate::error::Result;
@@ -6,7 +6,7 @@ use crate::nn::{LayerMut, Linear, join, silu, sinusoids};
 use crate::weights::Weights;
 use candle_core::{DType, Tensor};
 
-/// Sinusoids of a time step or a guidance scale.
+/// Sinusoids of a timestep or a guidance scale.
 pub(in crate::models) const SINUSOIDS: usize = 256;
 
 /// Two linear layers with SiLU between them (diffusers' `TimestepEmbedding` and `PixArtAlphaTextProjection`).

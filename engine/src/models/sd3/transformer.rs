@@ -109,7 +109,7 @@ impl Sd3Config {
     }
 }
 
-/// What the transformer is conditioned on besides the time step.
+/// What the transformer is conditioned on besides the timestep.
 #[derive(Clone, Copy, Debug)]
 pub struct Sd3Conditions<'a> {
     /// The encoded text, [b, tokens, joint_attention_dim].
@@ -201,7 +201,7 @@ impl SD3Transformer2DModel {
         self.blocks.len()
     }
 
-    /// Predicts the velocity of latents [b, channels, h, w] at the time steps [b] (f32, 0 to 1000): the same shape.
+    /// Predicts the velocity of latents [b, channels, h, w] at the timesteps [b] (f32, 0 to 1000): the same shape.
     /// h and w are multiples of the patch size. Blocks whose numbers are in `skipped` are left out (skip-layer guidance).
     ///
     /// # Errors

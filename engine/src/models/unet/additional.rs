@@ -8,7 +8,7 @@ use crate::nn::{LayerMut, Linear, join, silu, sinusoids};
 use crate::weights::Weights;
 use candle_core::{D, Tensor};
 
-/// What SDXL is conditioned on besides the text and the time step.
+/// What SDXL is conditioned on besides the text and the timestep.
 #[derive(Clone, Copy, Debug)]
 pub struct AdditionalConditions<'a> {
     /// The pooled text, [b, width].

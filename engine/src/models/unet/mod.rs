@@ -28,7 +28,7 @@ pub struct UNet2DConditionModel {
     conv_in: Conv2d,
     time_linear_1: Linear,
     time_linear_2: Linear,
-    /// SDXL: the embedding of pooled text and sizes, which is added to that of the time step.
+    /// SDXL: the embedding of pooled text and sizes, which is added to that of the timestep.
     additional: Option<AdditionalEmbedding>,
     down_blocks: Vec<DownBlock>,
     mid_block: Option<MidBlock>,

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 
 /// The epsilon of the norms of queries and keys.
 const HEAD_NORM_EPS: f64 = 1e-5;
-/// The most features of the embedded time step.
+/// The most features of the embedded timestep.
 pub(super) const MAX_TIME_FEATURES: usize = 256;
 
 /// What is called with each layer of a block.
@@ -32,13 +32,13 @@ impl Sizes {
         self.width / self.heads.max(1)
     }
 
-    /// Features of the embedded time step.
+    /// Features of the embedded timestep.
     pub(super) fn time_features(self) -> usize {
         self.width.min(MAX_TIME_FEATURES)
     }
 }
 
-/// A block. Without modulation it does not depend on the time step (the caption's blocks).
+/// A block. Without modulation it does not depend on the timestep (the caption's blocks).
 #[derive(Clone, Debug)]
 pub(super) struct ZImageTransformerBlock {
     q: Linear,
@@ -133,7 +133,7 @@ impl ZImageTransformerBlock {
         Ok(())
     }
 
-    /// x [b, n, width] at `positions`, conditioned on the embedded time step [b, features] -> the same shape. `bias`: of masked
+    /// x [b, n, width] at `positions`, conditioned on the embedded timestep [b, features] -> the same shape. `bias`: of masked
     /// keys, [b, 1, 1, n].
     ///
     /// # Errors

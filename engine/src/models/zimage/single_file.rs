@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 /// For errors.
 const FAMILY: &str = "Z-Image";
-/// The lists of blocks, and whether their blocks depend on the time step.
+/// The lists of blocks, and whether their blocks depend on the timestep.
 const BLOCKS: [(&str, bool); 3] = [("noise_refiner", true), ("context_refiner", false), ("layers", true)];
 /// Tokens that fill up others. They are rows of a matrix, which quantised GGUF files may have as vectors.
 const PAD_TOKENS: [&str; 2] = ["x_pad_token", "cap_pad_token"];

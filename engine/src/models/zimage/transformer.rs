@@ -11,15 +11,15 @@ use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use std::sync::Arc;
 
-/// Sinusoids of a time step.
+/// Sinusoids of a timestep.
 pub(super) const SINUSOIDS: usize = 256;
-/// Features of the hidden layer of the time step's embedding.
+/// Features of the hidden layer of the timestep's embedding.
 pub(super) const TIME_HIDDEN: usize = 1024;
 /// Rows and columns of latents that make one token.
 pub(super) const PATCH: usize = 2;
 /// The epsilon of the norm before the output.
 const OUTPUT_NORM_EPS: f64 = 1e-6;
-/// Training time steps: the time step at which there is only noise.
+/// Training timesteps: the timestep at which there is only noise.
 const TIME_STEPS: f64 = 1000.0;
 
 /// `transformer/config.json`. Missing keys have the values of diffusers' class.
@@ -50,7 +50,7 @@ pub struct ZImageConfig {
     pub siglip_feat_dim: Option<usize>,
     /// The base of the rotary embedding's wavelengths.
     pub rope_theta: f64,
-    /// The factor of the time step from 0 to 1.
+    /// The factor of the timestep from 0 to 1.
     pub t_scale: f64,
     /// Features of a head that are rotated by the place in the sequence, the row and the column.
     pub axes_dims: Vec<usize>,
@@ -191,7 +191,7 @@ impl ZImageTransformer2DModel {
         })
     }
 
-    /// Predicts the velocity of latents [b, channels, h, w] at the time steps [b] (f32, 0 to 1000): the same shape. h and w are
+    /// Predicts the velocity of latents [b, channels, h, w] at the timesteps [b] (f32, 0 to 1000): the same shape. h and w are
     /// even. `context` [b, n, features]: the captions, whose first `lengths` tokens are used.
     ///
     /// # Errors
@@ -272,7 +272,7 @@ impl ZImageTransformer2DModel {
         unpack(&self.proj_out.forward(&x)?.neg()?, height, width)
     }
 
-    /// Embeds the time steps [b] (0 to 1000, 1000: only noise): [b, features]. The model counts the other way round.
+    /// Embeds the timesteps [b] (0 to 1000, 1000: only noise): [b, features]. The model counts the other way round.
     fn embed_time(&self, timesteps: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
         let progress = timesteps.affine(-self.t_scale / TIME_STEPS, self.t_scale)?;
         let sinusoids = sinusoids(&progress, SINUSOIDS, true, 0.0)?;

@@ -1,7 +1,7 @@
 //! Compares attention on every vector unit of this CPU with the definition in f64.
 
 use super::kernel::{Backward, Bias, Forward, PackHead, Problem, Scratch};
-use crate::nn::cpu::{Mat, Unit, available_units, run_on};
+use crate::nn::cpu::{Isa, Mat, available_isas, run_on};
 
 fn numbers(seed: usize, length: usize) -> Vec<f32> {
     (0..length)
@@ -9,7 +9,7 @@ fn numbers(seed: usize, length: usize) -> Vec<f32> {
         .collect()
 }
 
-fn results_on(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
+fn results_on(isa: Isa, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let Problem {
         queries, keys, width, ..
     } = problem;
@@ -18,13 +18,13 @@ fn results_on(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let q = Mat::new(&q, queries, width);
     let (k, v) = (Mat::new(&k, keys, width), Mat::new(&v, keys, width));
     let mut y = vec![0f32; queries * width];
-    let head = run_on(unit, PackHead { k, v });
+    let head = run_on(isa, PackHead { k, v });
     // In two parts. The second part does not begin at the start of a panel.
     let (first, second) = y.split_at_mut(queries / 2 * width);
     for (start, y) in [(0, first), (queries / 2, second)] {
         let (head, scratch) = (&head, &mut Scratch::default());
         run_on(
-            unit,
+            isa,
             Forward {
                 problem,
                 q,
@@ -38,7 +38,7 @@ fn results_on(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let dy = Mat::new(&dy, queries, width);
     let scratch = &mut Scratch::default();
     let grads = run_on(
-        unit,
+        isa,
         Backward {
             problem,
             q,
@@ -116,14 +116,14 @@ fn attention_is_correct_on_every_vector_unit() {
             scale: 1.0 / (width as f32).sqrt(),
         };
         let expected = exact_results(problem);
-        for unit in available_units() {
-            for (which, (got, expected)) in results_on(unit, problem).iter().zip(&expected).enumerate() {
+        for isa in available_isas() {
+            for (which, (got, expected)) in results_on(isa, problem).iter().zip(&expected).enumerate() {
                 let largest = expected.iter().fold(1e-3, |most: f64, v| most.max(v.abs()));
                 let error = got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
                 let error = error.fold(0.0, f64::max) / largest;
                 assert!(
                     error < 1e-4,
-                    "{unit:?}, {queries} x {keys} x {width}: result {which} is off by {error}"
+                    "{isa:?}, {queries} x {keys} x {width}: result {which} is off by {error}"
                 );
             }
         }

@@ -15,11 +15,11 @@ mod tile;
 pub(crate) use elementwise::{Function, map_parallel, map_serial};
 pub(crate) use mat::Mat;
 pub(crate) use product::{LeftOperand, Product, RightOperand, Sizes};
-pub(crate) use simd::{Kernel, Simd, run_vectorised};
 #[cfg(any(test, target_arch = "x86_64"))]
-pub(crate) use simd::{Unit, best_unit};
+pub(crate) use simd::{Isa, best_isa};
+pub(crate) use simd::{Kernel, Simd, run_vectorised};
 #[cfg(test)]
-pub(crate) use simd::{available_units, run_on};
+pub(crate) use simd::{available_isas, run_on};
 pub(crate) use tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 
 pub(crate) use crate::autograd::{is_cpu_f32, with_slice};

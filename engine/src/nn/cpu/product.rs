@@ -5,7 +5,7 @@
 //! van de Geijn, "Anatomy of high-performance matrix multiplication" (2008); each thread works on its own blocks. A
 //! [`RightOperand`] may be a matrix, or the windows of an image, for which no matrix (im2col) is then stored.
 
-use super::simd::{Kernel, Simd, Unit, best_unit, run_on};
+use super::simd::{Isa, Kernel, Simd, best_isa, run_on};
 use super::tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -104,11 +104,11 @@ impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
     /// # Panics
     /// When `out`, the initial value or the left operand is too short.
     pub(crate) fn write(&self, out: &mut [f32], stride: usize, threads: usize) {
-        self.write_on(best_unit(), out, stride, threads);
+        self.write_on(best_isa(), out, stride, threads);
     }
 
-    /// As [`Self::write`], on this vector unit.
-    pub(super) fn write_on(&self, unit: Unit, out: &mut [f32], stride: usize, threads: usize) {
+    /// As [`Self::write`], on this vector isa.
+    pub(super) fn write_on(&self, isa: Isa, out: &mut [f32], stride: usize, threads: usize) {
         let Sizes { rows, cols, depth } = self.sizes;
         if rows == 0 || cols == 0 {
             return;
@@ -137,7 +137,7 @@ impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
                 stride,
                 buffers,
             };
-            run_on(unit, block);
+            run_on(isa, block);
         };
         if threads <= 1 || down * across == 1 {
             let mut buffers = Vec::new();

@@ -1,4 +1,4 @@
-//! SIMD vectors of the CPU, and the choice of the vector unit.
+//! SIMD vectors of the CPU, and the choice of the vector isa.
 //!
 //! The unit is chosen once, at run time: AVX-512, else AVX2 with FMA, else portable arrays that the compiler vectorises
 //! (SSE2 on older x86-64 CPUs, NEON on ARM). Results on different units differ only by rounding.
@@ -25,7 +25,7 @@ pub(crate) trait Simd: Copy {
     /// Rows of the largest tile, of two vectors per row, that fits in registers.
     const ROWS: usize;
 
-    /// Runs `kernel` on this unit, in a function of its own that is not inlined.
+    /// Runs `kernel` on this isa, in a function of its own that is not inlined.
     fn call<K: Kernel>(kernel: K) -> K::Output;
     fn splat(value: f32) -> Self::V;
     unsafe fn load(from: *const f32) -> Self::V;
@@ -70,24 +70,24 @@ pub(crate) trait Simd: Copy {
     fn prefetch(_at: *const f32) {}
 }
 
-/// A vector unit of the CPU. Values come from [`best_unit`] or [`available_units`], so the CPU has the unit.
+/// A vector instruction set of the CPU. Values come from [`best_isa`] or [`available_isas`], so the CPU has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unit {
+pub(crate) enum Isa {
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    Plain,
+    Scalar,
 }
 
-/// The best unit of this CPU.
-pub(crate) fn best_unit() -> Unit {
-    static UNIT: OnceLock<Unit> = OnceLock::new();
-    *UNIT.get_or_init(|| available_units().into_iter().next().unwrap_or(Unit::Plain))
+/// The best instruction set of this CPU.
+pub(crate) fn best_isa() -> Isa {
+    static ISA: OnceLock<Isa> = OnceLock::new();
+    *ISA.get_or_init(|| available_isas().into_iter().next().unwrap_or(Isa::Scalar))
 }
 
 /// All units of this CPU, the best first.
-pub(crate) fn available_units() -> Vec<Unit> {
+pub(crate) fn available_isas() -> Vec<Isa> {
     let mut found = Vec::new();
     #[cfg(target_arch = "x86_64")]
     {
@@ -97,46 +97,46 @@ pub(crate) fn available_units() -> Vec<Unit> {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl");
         if avx2 && wide {
-            found.push(Unit::Avx512);
+            found.push(Isa::Avx512);
         }
         if avx2 {
-            found.push(Unit::Avx2);
+            found.push(Isa::Avx2);
         }
     }
-    found.push(Unit::Plain);
+    found.push(Isa::Scalar);
     found
 }
 
-/// A computation that is compiled once for every unit.
+/// A computation that is compiled once for every isa.
 pub(crate) trait Kernel {
     /// The result.
     type Output;
 
     /// Runs the computation. This function must be `#[inline(always)]`, as must every function that it calls and that
-    /// should use the unit.
+    /// should use the isa.
     fn run<S: Simd>(self) -> Self::Output;
 }
 
-/// Runs `kernel` on the best unit.
+/// Runs `kernel` on the best isa.
 pub(crate) fn run_vectorised<K: Kernel>(kernel: K) -> K::Output {
-    run_on(best_unit(), kernel)
+    run_on(best_isa(), kernel)
 }
 
-/// Runs `kernel` on this unit, which the CPU must have.
-pub(crate) fn run_on<K: Kernel>(unit: Unit, kernel: K) -> K::Output {
-    match unit {
+/// Runs `kernel` on this isa, which the CPU must have.
+pub(crate) fn run_on<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
+    match isa {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the CPU has AVX-512, because a `Unit` comes from `available_units`.
-        Unit::Avx512 => unsafe { on_avx512(kernel) },
+        // SAFETY: the CPU has AVX-512, because a `Isa` comes from `available_isas`.
+        Isa::Avx512 => unsafe { on_avx512(kernel) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the CPU has AVX2 and FMA, because a `Unit` comes from `available_units`.
-        Unit::Avx2 => unsafe { on_avx2(kernel) },
-        Unit::Plain => on_plain(kernel),
+        // SAFETY: the CPU has AVX2 and FMA, because a `Isa` comes from `available_isas`.
+        Isa::Avx2 => unsafe { on_avx2(kernel) },
+        Isa::Scalar => on_scalar(kernel),
     }
 }
 
 #[inline(never)]
-fn on_plain<K: Kernel>(kernel: K) -> K::Output {
+fn on_scalar<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Plain>()
 }
 
@@ -386,7 +386,7 @@ impl Simd for Plain {
 
     #[inline(always)]
     fn call<K: Kernel>(kernel: K) -> K::Output {
-        on_plain(kernel)
+        on_scalar(kernel)
     }
     #[inline(always)]
     fn splat(value: f32) -> Self::V {

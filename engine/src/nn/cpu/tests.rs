@@ -1,7 +1,7 @@
 //! Compares every vector unit of this CPU with scalar arithmetic.
 
 use super::elementwise::Map;
-use super::simd::{Unit, available_units, run_on};
+use super::simd::{Isa, available_isas, run_on};
 use super::*;
 use proptest::prelude::*;
 
@@ -23,26 +23,26 @@ impl Function<1> for Exp {
 #[test]
 fn exp_is_accurate_to_the_last_digits() {
     let x: Vec<f32> = (-8700..=8870).map(|i| i as f32 / 100.0).collect();
-    for unit in available_units() {
+    for isa in available_isas() {
         let mut y = vec![0f32; x.len()];
         let (f, inputs) = (Exp, [&x[..]]);
-        run_on(unit, Map { f, inputs, y: &mut y });
+        run_on(isa, Map { f, inputs, y: &mut y });
         for (x, y) in x.iter().zip(&y) {
             let exact = f64::from(*x).exp();
             let error = (f64::from(*y) - exact).abs() / exact;
-            assert!(error < 3e-7, "{unit:?}: e^{x} is {exact}, not {y}");
+            assert!(error < 3e-7, "{isa:?}: e^{x} is {exact}, not {y}");
         }
         let extremes = [f32::NEG_INFINITY, -200.0, 0.0, 100.0, f32::INFINITY, f32::NAN];
         let mut y = [1f32; 6];
         let inputs = [&extremes[..]];
-        run_on(unit, Map { f, inputs, y: &mut y });
-        assert_eq!(y[..5], [0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY], "{unit:?}");
-        assert!(y[5].is_nan(), "{unit:?}");
+        run_on(isa, Map { f, inputs, y: &mut y });
+        assert_eq!(y[..5], [0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY], "{isa:?}");
+        assert!(y[5].is_nan(), "{isa:?}");
     }
 }
 
 /// Computes the product on one unit and compares it with loops in f64. Returns the output.
-fn check_product(unit: Unit, sizes: Sizes, transposed: (bool, bool), initial: u8, threads: usize) -> Vec<f32> {
+fn check_product(isa: Isa, sizes: Sizes, transposed: (bool, bool), initial: u8, threads: usize) -> Vec<f32> {
     let Sizes { rows, cols, depth } = sizes;
     let (a, b, bias) = (numbers(1, rows * depth), numbers(2, depth * cols), numbers(3, rows));
     let at = |data: &[f32], transposed: bool, (i, j): (usize, usize), (n, m): (usize, usize)| {
@@ -69,7 +69,7 @@ fn check_product(unit: Unit, sizes: Sizes, transposed: (bool, bool), initial: u8
             _ => InitialValue::PerRow(&bias),
         },
     };
-    product.write_on(unit, &mut out, stride, threads);
+    product.write_on(isa, &mut out, stride, threads);
     for i in 0..rows {
         for j in 0..cols {
             let sum: f64 = (0..depth)
@@ -82,7 +82,7 @@ fn check_product(unit: Unit, sizes: Sizes, transposed: (bool, bool), initial: u8
             };
             let (expected, got) = (f64::from(begin) + sum, f64::from(out[i * stride + j]));
             let close = (expected - got).abs() <= 1e-5 * (depth as f64).sqrt().max(1.0);
-            assert!(close, "{unit:?}, {sizes:?} at {i}, {j}: {got}, not {expected}");
+            assert!(close, "{isa:?}, {sizes:?} at {i}, {j}: {got}, not {expected}");
         }
         assert_eq!(
             out[i * stride + cols..][..3],
@@ -100,8 +100,8 @@ proptest! {
         rows in 1usize..70, cols in 1usize..150, depth in 0usize..600,
         transposed in any::<(bool, bool)>(), initial in 0u8..3,
     ) {
-        for unit in available_units() {
-            check_product(unit, Sizes { rows, cols, depth }, transposed, initial, 1);
+        for isa in available_isas() {
+            check_product(isa, Sizes { rows, cols, depth }, transposed, initial, 1);
         }
     }
 }
@@ -113,13 +113,13 @@ fn a_product_has_the_same_bits_for_any_number_of_threads() {
         cols: 1100,
         depth: 270,
     };
-    for unit in available_units() {
-        let one = check_product(unit, sizes, (false, true), 2, 1);
+    for isa in available_isas() {
+        let one = check_product(isa, sizes, (false, true), 2, 1);
         for threads in [2, 5] {
             assert_eq!(
                 one,
-                check_product(unit, sizes, (false, true), 2, threads),
-                "{unit:?}, {threads} threads"
+                check_product(isa, sizes, (false, true), 2, threads),
+                "{isa:?}, {threads} threads"
             );
         }
     }

@@ -291,25 +291,18 @@ mod tests {
             let mut values = vec![0.0; numbers.len()];
             scalar::decode_by_table(quant_map, &codes, &absmax, &mut values);
             #[cfg(target_arch = "x86_64")]
-            for unit in crate::nn::cpu::available_units() {
+            for isa in crate::nn::cpu::available_isas() {
                 use super::super::simd;
                 let (mut simd_codes, mut scales) = (vec![0; numbers.len()], vec![0.0; blocks]);
-                simd::encode(unit, quant_map, &numbers, &mut simd_codes, &mut scales, &[]);
-                assert!(simd_codes == codes && scales == absmax, "{unit:?}");
+                simd::encode(isa, quant_map, &numbers, &mut simd_codes, &mut scales, &[]);
+                assert!(simd_codes == codes && scales == absmax, "{isa:?}");
                 let mut back = vec![0.0; numbers.len()];
-                simd::decode(unit, quant_map, &codes, &absmax, &mut back);
+                simd::decode(isa, quant_map, &codes, &absmax, &mut back);
                 let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-                assert!(bits(&back) == bits(&values), "{unit:?}");
+                assert!(bits(&back) == bits(&values), "{isa:?}");
                 // NaN and infinity must not panic.
-                simd::encode(unit, quant_map, &[f32::NAN; 300], &mut [0; 300], &mut [0.0; 2], &[]);
-                simd::encode(
-                    unit,
-                    quant_map,
-                    &[f32::INFINITY; 300],
-                    &mut [0; 300],
-                    &mut [0.0; 2],
-                    &[],
-                );
+                simd::encode(isa, quant_map, &[f32::NAN; 300], &mut [0; 300], &mut [0.0; 2], &[]);
+                simd::encode(isa, quant_map, &[f32::INFINITY; 300], &mut [0; 300], &mut [0.0; 2], &[]);
             }
         }
     }

@@ -2,12 +2,12 @@
 
 use super::quant_map::{BLOCK, ByExponent, QuantMap};
 use super::scalar::{abs_max, decode_block, decode_by_table, encode_block, encode_by_table, scale_factors};
-use crate::nn::cpu::Unit;
+use crate::nn::cpu::Isa;
 use crate::optim::kernels::prefetch_at;
 use std::arch::x86_64::*;
 
 /// [`super::codec::decode`] with the instructions of `unit`.
-pub(super) fn decode(unit: Unit, quant_map: &QuantMap, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
+pub(super) fn decode(isa: Isa, quant_map: &QuantMap, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     fn avx512(quant_map: &QuantMap, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
         decode_with::<Avx512>(quant_map, codes, absmax, out);
@@ -17,18 +17,18 @@ pub(super) fn decode(unit: Unit, quant_map: &QuantMap, codes: &[u8], absmax: &[f
         decode_with::<Avx2>(quant_map, codes, absmax, out);
     }
     #[expect(unsafe_code, reason = "calls functions with AVX-512 or AVX2 enabled")]
-    match unit {
-        // SAFETY: a `Unit` is only created for a CPU that has its instructions: those that the function enables.
-        Unit::Avx512 => unsafe { avx512(quant_map, codes, absmax, out) },
+    match isa {
+        // SAFETY: a `Isa` is only created for a CPU that has its instructions: those that the function enables.
+        Isa::Avx512 => unsafe { avx512(quant_map, codes, absmax, out) },
         // SAFETY: as above.
-        Unit::Avx2 => unsafe { avx2(quant_map, codes, absmax, out) },
-        Unit::Plain => decode_by_table(quant_map, codes, absmax, out),
+        Isa::Avx2 => unsafe { avx2(quant_map, codes, absmax, out) },
+        Isa::Scalar => decode_by_table(quant_map, codes, absmax, out),
     }
 }
 
 /// [`super::codec::encode`] with the instructions of `unit`. Prefetches one cache line of `next` per vector of codes.
 pub(super) fn encode(
-    unit: Unit,
+    isa: Isa,
     quant_map: &QuantMap,
     values: &[f32],
     codes: &mut [u8],
@@ -44,12 +44,12 @@ pub(super) fn encode(
         encode_with::<Avx2>(quant_map, values, codes, absmax, next);
     }
     #[expect(unsafe_code, reason = "calls functions with AVX-512 or AVX2 enabled")]
-    match unit {
-        // SAFETY: a `Unit` is only created for a CPU that has its instructions: those that the function enables.
-        Unit::Avx512 => unsafe { avx512(quant_map, values, codes, absmax, next) },
+    match isa {
+        // SAFETY: a `Isa` is only created for a CPU that has its instructions: those that the function enables.
+        Isa::Avx512 => unsafe { avx512(quant_map, values, codes, absmax, next) },
         // SAFETY: as above.
-        Unit::Avx2 => unsafe { avx2(quant_map, values, codes, absmax, next) },
-        Unit::Plain => encode_by_table(quant_map, values, codes, absmax),
+        Isa::Avx2 => unsafe { avx2(quant_map, values, codes, absmax, next) },
+        Isa::Scalar => encode_by_table(quant_map, values, codes, absmax),
     }
 }
 

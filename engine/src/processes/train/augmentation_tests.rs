@@ -6,7 +6,7 @@ use aitk_common::job::process::TrainerProcess;
 use serde_json::json;
 use std::path::Path;
 
-/// A training whose steps differ only in their images: the weights stay, and so does the time step.
+/// A training whose steps differ only in their images: the weights stay, and so does the timestep.
 fn process(root: &Path, steps: u64) -> TrainerProcess {
     let mut process = trainer(root, steps);
     process.datasets[0].augments = vec!["ColorJitter".into(), "RandomEqualize".into()];

@@ -1,7 +1,7 @@
 //! Full fine-tunes of FLUX.1 whose weights are in bfloat16, rounded stochastically.
 
 use super::tests::{logs, losses, run_spec, spec, stop_at, trainer};
-use crate::testing::{are_all_chosen, chosen, fixtures};
+use crate::testing::{fixtures, runs_all_cases, sampled_cases};
 use crate::weights::Index;
 use aitk_common::attempt::{AttemptSpec, Outcome};
 use aitk_common::capability::DeviceRef;
@@ -56,11 +56,11 @@ fn saved(root: &Path) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn a_run_in_bfloat16_resumes_exactly_and_has_losses_like_those_of_float32() {
-    for (optimizer, profile) in chosen(vec![
+    for (optimizer, profile) in sampled_cases(vec![
         (OptimizerName::AdamW8Bit, MemoryProfile::CpuOnly),
         (OptimizerName::Adafactor, MemoryProfile::Extreme),
     ]) {
-        let steps = if are_all_chosen() { 8 } else { 3 };
+        let steps = if runs_all_cases() { 8 } else { 3 };
         let [whole, parts, float32] = [0; 3].map(|_| tempfile::tempdir().unwrap());
         let run = |root: &Path, dtype: DType, steps: u64| {
             let mut spec = full(root, dtype, optimizer, 1e-3, steps);
@@ -95,7 +95,7 @@ fn a_run_in_bfloat16_resumes_exactly_and_has_losses_like_those_of_float32() {
 #[test]
 fn small_updates_are_not_lost() {
     let base = transformer(&fixtures().join("tiny_flux"));
-    for optimizer in chosen(vec![
+    for optimizer in sampled_cases(vec![
         OptimizerName::AdamW8Bit,
         OptimizerName::AdamW,
         OptimizerName::Lion,

@@ -3,8 +3,8 @@
 use super::super::context::Context;
 use super::options::{self, caches_captions};
 use crate::data::{
-    Batch, Dataset, DrawnImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption, drops_caption,
-    epoch_order,
+    Batch, Dataset, PreparedImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption,
+    drops_caption, epoch_order,
 };
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
@@ -240,7 +240,7 @@ impl TrainingData {
         let (mut images, mut moves) = (Vec::new(), Vec::new());
         for (place, item) in self.items_of(batch).enumerate() {
             let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
-            let drawn = DrawnImage::load(item, options, &mut generator)?;
+            let drawn = PreparedImage::load(item, options, &mut generator)?;
             images.push(drawn.pixels);
             moves.push(drawn.moves);
         }
@@ -268,7 +268,7 @@ impl TrainingData {
         let mut out = Vec::with_capacity(batch.items.len());
         for (place, item) in self.items_of(batch).enumerate() {
             let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
-            let pixels = DrawnImage::load_unaugmented(item, options, &mut generator)?;
+            let pixels = PreparedImage::load_unaugmented(item, options, &mut generator)?;
             let name = self.name_of_draw("unaugmented", place, (step, micro));
             out.push(latents.encode_drawn(&pixels, codec, &name)?);
         }
@@ -293,7 +293,7 @@ impl TrainingData {
         let options = &dataset.options;
         let mut out = Vec::with_capacity(batch.items.len());
         for (place, item) in self.items_of(batch).enumerate() {
-            let drawn = options.drawn_controls.map(|controls| {
+            let drawn = options.augmented_controls.map(|controls| {
                 let (step, micro) = number;
                 let mut generator = generator_for(self.seed, &format!("control/{place}"), step, micro);
                 controls.draw(&dataset.items, item, &mut generator)

@@ -119,7 +119,7 @@ fn regularisation_does_not_change_the_order_of_the_training_images() {
     let mut process = with_regularisation(dir.path(), 5);
     process.train.lr = 0.0;
     process.save.save_every = None;
-    // Each step has its own random generator; with a fixed time step only the images differ between steps.
+    // Each step has its own random generator; with a fixed timestep only the images differ between steps.
     process.train.min_denoising_steps = 500;
     process.train.max_denoising_steps = 500;
     let mut cx_events: Vec<aitk_common::attempt::ChildEvent> = Vec::new();

@@ -77,7 +77,7 @@ fn final_loss(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
 
 #[test]
 fn eight_bit_optimizers_reach_the_loss_of_32_bit_ones() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     use OptimizerName::*;

@@ -5,7 +5,7 @@
 
 use super::super::context::Context;
 use crate::error::{EngineError, Result};
-use crate::families::{LearnedWord, Model, embedding_names};
+use crate::families::{LearnedEmbedding, Model, embedding_names};
 use crate::models::clip::{has_word, replace_word};
 use crate::optim::Param;
 use crate::weights::write_tensors;
@@ -18,16 +18,16 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The trained vectors of a word.
-pub(super) struct TrainedWord {
+pub(super) struct TrainedEmbedding {
     config: EmbeddingConfig,
     /// [vectors, width] in float32, for each text encoder.
     params: Vec<Param>,
 }
 
-impl TrainedWord {
+impl TrainedEmbedding {
     /// Adds the word to a model that was just loaded.
     pub(super) fn new(config: &EmbeddingConfig, model: &mut dyn Model, cx: &mut Context<'_>) -> Result<Self> {
-        let initial = model.word_vectors(&config.init_words, config.tokens as usize)?;
+        let initial = model.initial_embedding(&config.init_words, config.tokens as usize)?;
         let params = embedding_names(initial.len())
             .iter()
             .zip(&initial)
@@ -39,7 +39,7 @@ impl TrainedWord {
             })
             .collect::<Result<Vec<_>>>()?;
         let vectors: Vec<Tensor> = params.iter().map(|param| param.var.as_tensor().clone()).collect();
-        let added = model.add_word(&config.trigger, &vectors);
+        let added = model.add_embedding(&config.trigger, &vectors);
         added.map_err(|error| EngineError::bad_input(format!("embedding.trigger: {error}")))?;
         cx.log(
             "info",
@@ -83,7 +83,7 @@ impl TrainedWord {
 
     /// Reads the vectors of a save.
     pub(super) fn load(&self, path: &Path) -> Result<()> {
-        let saved = LearnedWord::read(path)?.vectors;
+        let saved = LearnedEmbedding::read(path)?.vectors;
         let fits = |(param, tensor): (&Param, &Tensor)| param.var.dims() == tensor.dims();
         if saved.len() != self.params.len() || !self.params.iter().zip(&saved).all(fits) {
             let shapes = |tensors: Vec<&Tensor>| format!("{:?}", tensors.iter().map(|t| t.dims()).collect::<Vec<_>>());
@@ -103,7 +103,7 @@ impl TrainedWord {
 
     /// The step in the metadata of a save.
     pub(super) fn saved_step(path: &Path) -> Result<Option<u64>> {
-        Ok(LearnedWord::read(path)?.step)
+        Ok(LearnedEmbedding::read(path)?.step)
     }
 }
 

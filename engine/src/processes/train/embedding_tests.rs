@@ -6,7 +6,7 @@ use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
 use crate::autograd;
 use crate::error::EngineError;
 use crate::families::{LoadOptions, Model, Prompt};
-use crate::testing::{chosen, fixtures, load_sd};
+use crate::testing::{fixtures, load_sd, sampled_cases};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
@@ -87,7 +87,7 @@ fn difference(found: &[f64], expected: &[f64]) -> f64 {
 #[test]
 fn a_word_is_trained_as_in_the_reference() {
     let report = report();
-    for name in chosen(vec!["sd", "prior"]) {
+    for name in sampled_cases(vec!["sd", "prior"]) {
         let dir = tempfile::tempdir().unwrap();
         let mut process = with_word(replayed(dir.path()));
         std::fs::write(dir.path().join("images/p2.txt"), "two vorx, blurry").unwrap();
@@ -116,13 +116,13 @@ fn both_text_encoders_get_the_word_and_its_gradients() {
     let report = report();
     let mut model = load_sd(fixtures().join("tiny_sdxl"), &LoadOptions::cpu()).unwrap();
     let vectors: Vec<Var> = model
-        .word_vectors("a cat", 3)
+        .initial_embedding("a cat", 3)
         .unwrap()
         .iter()
         .map(|initial| Var::from_tensor(initial).unwrap())
         .collect();
     let of_vectors: Vec<Tensor> = vectors.iter().map(|var| var.as_tensor().clone()).collect();
-    model.add_word("vorx", &of_vectors).unwrap();
+    model.add_embedding("vorx", &of_vectors).unwrap();
     let prompts: Vec<String> = serde_json::from_value(report["sdxl"]["prompts"].clone()).unwrap();
     let prompts: Vec<Prompt> = prompts.into_iter().map(Prompt::new).collect();
 
@@ -172,7 +172,7 @@ fn a_word_resumes_exactly_on_every_family_and_is_in_its_samples() {
         (ArchName::Sdxl, "tiny_sdxl", &["clip_g", "clip_l"]),
     ];
     let cases = [DType::F32, DType::BF16, DType::F16].into_iter().zip(families);
-    for (dtype, (arch, model, names)) in chosen(cases.collect()) {
+    for (dtype, (arch, model, names)) in sampled_cases(cases.collect()) {
         let job = |root: &Path, steps| {
             let mut process = with_word(trainer(root, steps));
             process.model.arch = Arch::from(arch);
@@ -432,7 +432,7 @@ fn redness(root: &Path) -> Vec<f64> {
 
 #[test]
 fn a_word_learns_what_its_images_show() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();

@@ -4,8 +4,8 @@ use super::super::context::Context;
 use super::run::Run;
 use super::tensorboard::write_file;
 use crate::error::Result;
-use aitk_common::event_file::EVENT_FILE;
 use aitk_common::fsutil;
+use aitk_common::tensorboard::EVENT_FILE;
 
 /// The folder of the event file of a job, in the run folder.
 const JOB_FOLDER: &str = "tensorboard";

@@ -3,7 +3,7 @@
 
 use super::tests::{images, logs, losses, run_spec};
 use crate::families::saved_step;
-use crate::testing::{attempt, chosen, fixtures, schnell_folder, sd35_large_folder};
+use crate::testing::{attempt, fixtures, sampled_cases, schnell_folder, sd35_large_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
@@ -251,7 +251,7 @@ fn example_configs_of_ai_toolkit_run_unchanged() {
     let schnell = schnell_folder();
     let adapter_folder = tempfile::tempdir().unwrap();
     let adapter = training_adapter(adapter_folder.path(), schnell.path());
-    for (name, keys) in chosen(EXAMPLES.to_vec()) {
+    for (name, keys) in sampled_cases(EXAMPLES.to_vec()) {
         for portable in [false, true] {
             // It is slow: a LoRA on quantised weights, and a full fine-tune in bfloat16.
             if portable && !["train_lora_flux_schnell_24gb", "train_full_fine_tune_flex"].contains(&name) {
@@ -285,11 +285,11 @@ fn example_configs_of_ai_toolkit_run_unchanged() {
 
 #[test]
 fn example_configs_of_other_families_run_unchanged() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     let sd35_large = sd35_large_folder();
-    for arch in chosen(vec![ArchName::FluxKontext, ArchName::Sd3]) {
+    for arch in sampled_cases(vec![ArchName::FluxKontext, ArchName::Sd3]) {
         for portable in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             for folder in ["data", "controls"] {

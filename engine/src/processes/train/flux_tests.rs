@@ -1,12 +1,12 @@
 //! Whole jobs of FLUX.1 on the tiny model: a LoRA and a full fine-tune that resume exactly, samples while training.
 
-use super::resumption_check::check_resumption;
+use super::resumption_test::check_resumption;
 use super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, spec, stop_at};
-use super::transformer_runs::{complete, equal, flow_trainer, tensors};
+use super::transformer_test_runs::{complete, equal, flow_trainer, tensors};
 use crate::adapters::AdapterFile;
 use crate::families::{META_FILE, saved_step};
-use crate::testing::{chosen, fixtures, gap};
+use crate::testing::{fixtures, gap, sampled_cases};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::process::TrainerProcess;
@@ -68,8 +68,8 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
 }
 
 #[test]
-fn every_time_step_type_trains_and_samples_are_generated() {
-    for kind in chosen(vec![
+fn every_timestep_type_trains_and_samples_are_generated() {
+    for kind in sampled_cases(vec![
         TimestepType::Shift,
         TimestepType::Linear,
         TimestepType::LognormBlend,
@@ -197,7 +197,7 @@ fn a_training_with_guidance_is_the_same_in_one_pass_or_two_and_resumes_exactly()
     let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a / b - 1.0).abs() < 1e-4);
     let in_two = train(|process| process.model.low_vram = true);
     assert!(close(&in_two, &together), "{in_two:?} and {together:?}");
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     let cached = train(|process| {

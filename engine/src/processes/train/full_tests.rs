@@ -5,7 +5,7 @@ use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::saved_step;
 use crate::families::{LoadOptions, Model};
 use crate::testing::load_sd;
-use crate::testing::{chosen, fixtures, gap};
+use crate::testing::{fixtures, gap, sampled_cases};
 use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use aitk_common::job::process::TrainerProcess;
@@ -84,7 +84,7 @@ fn resuming_and_memory_profiles_do_not_change_the_bits() {
     process.train.max_grad_norm = 0.5;
     let uninterrupted = run_spec(&spec(process.clone()));
     assert_eq!(uninterrupted.0, Outcome::Completed, "{}", logs(&uninterrupted.1));
-    for profile in chosen(vec![
+    for profile in sampled_cases(vec![
         MemoryProfile::GpuPoor,
         MemoryProfile::CpuOnly,
         MemoryProfile::Extreme,

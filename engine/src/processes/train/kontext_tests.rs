@@ -1,11 +1,11 @@
 //! Whole trainings of FLUX.1 Kontext: control images, their cached latents, resuming, samples, and inputs that cannot be used.
 
 use super::preview;
-use super::resumption_check::check_resumption;
+use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, stop_at};
-use super::transformer_runs::{complete, equal, flow_trainer, tensors};
+use super::transformer_test_runs::{complete, equal, flow_trainer, tensors};
 use crate::adapters::AdapterFile;
-use crate::testing::{chosen, fixtures, gap, in_own_folder, largest};
+use crate::testing::{fixtures, gap, in_own_folder, largest, sampled_cases};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
@@ -232,8 +232,8 @@ fn a_changed_control_image_is_a_changed_data_set() {
 }
 
 #[test]
-fn every_time_step_type_trains_and_samples_change_their_control_images() {
-    for kind in chosen(vec![
+fn every_timestep_type_trains_and_samples_change_their_control_images() {
+    for kind in sampled_cases(vec![
         TimestepType::Shift,
         TimestepType::Linear,
         TimestepType::LognormBlend,
@@ -335,7 +335,7 @@ fn buckets_batches_repeats_and_squares_train_in_portable_mode_too() {
         &|process| process.train.gradient_accumulation = 2,
         &|process| process.datasets[0].buckets = false,
     ];
-    for change in chosen(changes.to_vec()) {
+    for change in sampled_cases(changes.to_vec()) {
         let (ours, portable) = (train(false, change), train(true, change));
         for (a, b) in ours.iter().zip(&portable) {
             assert!((a / b - 1.0).abs() < 1e-4, "{ours:?} and {portable:?}");

@@ -1,7 +1,7 @@
 //! Trainings with `correct_pred_norm`, `loss_target` and `loss_type: stepped`.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use super::transformer_runs::flow_trainer;
+use super::transformer_test_runs::flow_trainer;
 use crate::testing::fixtures;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::arch::ArchName;

@@ -2,13 +2,13 @@
 //! that the planner counts.
 
 use super::options;
-use super::resumption_check::check_resumption;
+use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, trainer};
-use super::transformer_runs::{complete, flow_trainer, tensors};
+use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{AdapterFile, AdapterNetwork, LoraTensors};
 use crate::families::{self, LoadOptions, PartRole};
 use crate::rng::TorchGenerator;
-use crate::testing::{chosen, fixtures, zimage_folder};
+use crate::testing::{fixtures, sampled_cases, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
@@ -94,7 +94,7 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         lokr_factor: Integer(-1),
         ..network(NetworkType::Lokr)
     };
-    for (network, optimizer) in chosen(vec![
+    for (network, optimizer) in sampled_cases(vec![
         (network(NetworkType::Lokr), OptimizerName::AdamW8Bit),
         (full, OptimizerName::Adafactor),
         (locon.clone(), OptimizerName::Adafactor),
@@ -198,7 +198,7 @@ fn a_lokr_of_a_transformer_resumes_exactly_and_is_in_samples() {
 /// Adapters are in float32 beside a model in half precision.
 #[test]
 fn a_portable_training_of_an_adapter_has_the_same_losses_in_every_dtype() {
-    for kind in chosen(vec![
+    for kind in sampled_cases(vec![
         NetworkType::Lokr,
         NetworkType::Dora,
         NetworkType::Loha,

@@ -1,7 +1,7 @@
 //! Training gives the same result under every memory layout.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, trainer};
-use crate::testing::are_all_chosen;
+use crate::testing::runs_all_cases;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::profile::MemoryProfile;
@@ -66,7 +66,7 @@ static EXPECTED: LazyLock<[Trained; 2]> = LazyLock::new(|| {
 });
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: if are_all_chosen() { 16 } else { 4 }, max_shrink_iters: 8, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: if runs_all_cases() { 16 } else { 4 }, max_shrink_iters: 8, ..ProptestConfig::default() })]
 
     #[test]
     fn every_memory_layout_gives_the_same_losses_and_weights(layout in layout()) {

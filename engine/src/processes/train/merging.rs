@@ -6,7 +6,7 @@
 
 use super::super::context::Context;
 use super::run::Run;
-use super::target::Target;
+use super::target::TrainedParameters;
 use crate::error::{EngineError, Result};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ pub(super) const MERGED_ROLE: &str = "merged";
 impl Run<'_> {
     /// Merges the network into the model and starts it anew, if the config says so.
     pub(super) fn merge_network(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        let (true, Target::Lora(network)) = (self.process.merges_network(), &self.target) else {
+        let (true, TrainedParameters::Adapter(network)) = (self.process.merges_network(), &self.target) else {
             return Ok(());
         };
         // The checkpoint that follows refuses such numbers, which must not reach the model.
@@ -40,7 +40,7 @@ impl Run<'_> {
     /// Whether [`Self::merge_network`] would change nothing.
     pub(super) fn has_nothing_to_merge(&self) -> Result<bool> {
         match (self.process.merges_network(), &self.target) {
-            (true, Target::Lora(network)) => network.changes_nothing(),
+            (true, TrainedParameters::Adapter(network)) => network.changes_nothing(),
             _ => Ok(true),
         }
     }
@@ -48,7 +48,7 @@ impl Run<'_> {
     /// The weights and biases into which the network is merged, as they are now. `None`: it is not merged.
     pub(super) fn merged_tensors(&mut self) -> Result<Option<BTreeMap<String, Tensor>>> {
         match (self.process.merges_network(), &self.target) {
-            (true, Target::Lora(network)) => Ok(Some(network.base_tensors(&mut self.model.parts())?)),
+            (true, TrainedParameters::Adapter(network)) => Ok(Some(network.base_tensors(&mut self.model.parts())?)),
             _ => Ok(None),
         }
     }
@@ -56,7 +56,7 @@ impl Run<'_> {
     /// Restores the merged layers of a checkpoint. `None`: it has none.
     pub(super) fn restore_merged(&mut self, tensors: Option<&BTreeMap<String, Tensor>>) -> Result<()> {
         let Some(tensors) = tensors else { return Ok(()) };
-        let (true, Target::Lora(network)) = (self.process.merges_network(), &self.target) else {
+        let (true, TrainedParameters::Adapter(network)) = (self.process.merges_network(), &self.target) else {
             return Err(EngineError::bad_input(
                 "its network was merged into the model at each save: set `train.merge_network_on_save: true` as it was",
             ));

@@ -2,9 +2,9 @@
 
 use super::merging::MERGED_ROLE;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use super::transformer_runs::{flow_trainer, tensors};
+use super::transformer_test_runs::{flow_trainer, tensors};
 use crate::families::saved_step;
-use crate::testing::{chosen, fixtures, gap};
+use crate::testing::{fixtures, gap, sampled_cases};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::checkpoint::Checkpoint;
 use aitk_common::job::arch::ArchName;
@@ -74,7 +74,7 @@ fn each_save_is_the_model_with_the_changes_so_far() {
 
 #[test]
 fn resuming_and_memory_profiles_do_not_change_the_bits() {
-    for kind in chosen(vec![
+    for kind in sampled_cases(vec![
         NetworkType::Lora,
         NetworkType::Fullrank,
         NetworkType::Lokr,

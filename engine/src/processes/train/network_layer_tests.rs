@@ -1,9 +1,9 @@
 //! Which layers a network changes, and layers and norms that it trains whole.
 
 use super::full_tests::full;
-use super::resumption_check::check_resumption;
+use super::resumption_test::check_resumption;
 use super::tests::{run_spec, spec, trainer};
-use super::transformer_runs::{complete, flow_trainer, tensors};
+use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{AdapterConfig, AdapterNetwork, load_lora};
 use crate::families::{LoadOptions, Model};
 use crate::nn::LayerMut;

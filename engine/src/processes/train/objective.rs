@@ -55,7 +55,7 @@ fn check_v_prediction(process: &TrainerProcess) -> Result<()> {
     Ok(())
 }
 
-/// The time steps of `train.timestep_type`.
+/// The timesteps of `train.timestep_type`.
 fn flow_timesteps(process: &TrainerProcess, params: SamplerParams) -> Result<FlowTimesteps> {
     let train = &process.train;
     let timesteps = match train.timestep_type {

@@ -8,15 +8,15 @@ use crate::adapters::{
     AdapterConfig, AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, Rank,
 };
 use crate::data::{
-    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, DrawnControlOptions,
-    ImageStatistics, MaskOptions, TagRules,
+    Augmentations, AugmentedControlOptions, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole,
+    DatasetOptions, ImageStatistics, MaskOptions, TagRules,
 };
 use crate::error::{EngineError, Result};
 use crate::families;
 use crate::rng::TorchGenerator;
 use crate::training::{
-    ChannelStatistics, EstimateLoss, GuidanceLoss, LatentOptions, LossKind, LossOptions, NoiseLevelPreference,
-    NoiseOptions, PixelOptions, SnrWeighting, TrainingCfg,
+    ChannelStatistics, GuidanceLoss, LatentOptions, LossKind, LossOptions, NoiseLevelPreference, NoiseOptions,
+    PixelOptions, SnrWeighting, TrainingCfg, X0Loss,
 };
 use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
@@ -333,7 +333,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 background: (!process.kind.uses_image_pairs()).then_some(dataset.control_transparent_color.0),
                 full_size: dataset.full_size_control_images,
             }),
-            drawn_controls: dataset.control_from_same_folder.then_some(DrawnControlOptions {
+            augmented_controls: dataset.control_from_same_folder.then_some(AugmentedControlOptions {
                 background: dataset.control_transparent_color.0,
                 full_size: dataset.full_size_control_images,
             }),
@@ -405,15 +405,15 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
         differential_guidance: train
             .do_differential_guidance
             .then_some(train.differential_guidance_scale),
-        estimate: train.t0_loss_target.then_some(EstimateLoss {
+        x0: train.t0_loss_target.then_some(X0Loss {
             weighted: train.t0_velocity_equiv_weight,
         }),
         // As in ai-toolkit, it is no part of the loss of `source`.
-        spectrum: (train.do_fft_loss && !uses_source(process)).then_some(EstimateLoss {
+        spectrum: (train.do_fft_loss && !uses_source(process)).then_some(X0Loss {
             weighted: train.do_fft_velocity_equiv_weight,
         }),
         diverges: train.do_prior_divergence,
-        outside_mask: train.inverted_mask_prior_multiplier,
+        outside_weight: train.inverted_mask_prior_multiplier,
         deviation: train.target_norm_std.then_some(train.target_norm_std_value),
         max: train.max_loss,
     }
@@ -499,7 +499,7 @@ pub(super) fn snr_weighting(process: &TrainerProcess) -> SnrWeighting {
     }
 }
 
-/// Converts the options of drawing noise and time steps. `schedule_steps`: training time steps of the model's schedule.
+/// Converts the options of drawing noise and timesteps. `schedule_steps`: training timesteps of the model's schedule.
 pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> NoiseOptions {
     let train = &process.train;
     let table = train.num_train_timesteps.min(schedule_steps as u32).max(1);

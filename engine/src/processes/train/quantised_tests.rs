@@ -2,7 +2,7 @@
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::{LoadOptions, Model};
-use crate::testing::{chosen, fixtures, load_sd};
+use crate::testing::{fixtures, load_sd, sampled_cases};
 use crate::weights::{QuantizationConfig, Weight};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
@@ -33,7 +33,7 @@ fn losses_on_a_quantised_base_are_close_to_those_on_the_full_one() {
     let whole = tempfile::tempdir().unwrap();
     let expected = train(trainer(whole.path(), STEPS));
     assert_eq!(expected.len() as u64, STEPS);
-    for (qtype, bound) in chosen(vec![("nf4", 0.1), ("qfloat8", 0.03), ("int8", 0.01), ("q8_0", 0.01)]) {
+    for (qtype, bound) in sampled_cases(vec![("nf4", 0.1), ("qfloat8", 0.03), ("int8", 0.01), ("q8_0", 0.01)]) {
         let dir = tempfile::tempdir().unwrap();
         let found = train(quantised(dir.path(), qtype));
         assert_ne!(found, expected, "{qtype}");
@@ -50,7 +50,7 @@ fn losses_on_a_quantised_base_are_close_to_those_on_the_full_one() {
 /// On a GPU, and so in portable mode, a profile keeps a share of the quantised layers in host memory.
 #[test]
 fn offloaded_quantised_layers_train_the_same() {
-    for qtype in chosen(vec!["q4_k", "qfloat8", "nf4", "int8"]) {
+    for qtype in sampled_cases(vec!["q4_k", "qfloat8", "nf4", "int8"]) {
         let train = |profile: MemoryProfile| {
             let dir = tempfile::tempdir().unwrap();
             let mut spec = spec(quantised(dir.path(), qtype));

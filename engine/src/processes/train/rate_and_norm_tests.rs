@@ -1,7 +1,7 @@
 //! Learning rates of parts (`train.lr_factors`), and norms of a LoRA's layers (`network.scale_weight_norms`).
 
 use super::tests::{logs, run_spec, spec, trainer};
-use crate::testing::chosen;
+use crate::testing::sampled_cases;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::lr_factor::LrFactor;
 use aitk_common::job::network::NetworkType;
@@ -146,7 +146,7 @@ fn lycoris_norms(path: &Path) -> BTreeMap<String, f64> {
 
 #[test]
 fn norms_of_lokr_and_loha_are_limited() {
-    for (kind, full_rank, max) in chosen(vec![
+    for (kind, full_rank, max) in sampled_cases(vec![
         (NetworkType::Loha, false, 0.02),
         (NetworkType::Lokr, true, 0.1),
         (NetworkType::Lokr, false, 0.1),

@@ -2,7 +2,7 @@
 //! Pillow, diffusers and peft in float64 from the documented rules.
 
 use super::tests::{logs, losses, run_spec, spec, trainer};
-use crate::testing::{are_all_chosen, chosen, fixtures, gap, largest};
+use crate::testing::{fixtures, gap, largest, runs_all_cases, sampled_cases};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::train::{GuidanceLossSchedule, LossType};
@@ -41,7 +41,7 @@ pub(super) fn replayed(root: &Path) -> TrainerProcess {
 
 /// The number of steps that are compared with those of a reference.
 fn compared_steps() -> u64 {
-    if are_all_chosen() { 14 } else { 3 }
+    if runs_all_cases() { 14 } else { 3 }
 }
 
 /// One value of the metrics of each step.
@@ -76,7 +76,7 @@ fn preserving(name: &str, root: &Path) -> (TrainerProcess, [Vec<f64>; 2]) {
 
 #[test]
 fn preservation_losses_match_the_reference() {
-    for (name, cached) in chosen(vec![("class", true), ("blank", false)]) {
+    for (name, cached) in sampled_cases(vec![("class", true), ("blank", false)]) {
         let dir = tempfile::tempdir().unwrap();
         let (mut process, [expected_losses, preserved]) = preserving(name, dir.path());
         process.train.cache_text_embeddings = cached;
@@ -103,7 +103,7 @@ fn preservation_losses_match_the_reference() {
 
 #[test]
 fn a_preserved_class_changes_less() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     let largest_loss = |multiplier: f64| {
@@ -172,7 +172,7 @@ fn jobs_with_options_of_the_loss_match_the_reference() {
         let options = report.as_object().unwrap().iter();
         options.map(move |(name, expected)| (cached, name, expected))
     });
-    for (cached, name, expected) in chosen(cases.collect()) {
+    for (cached, name, expected) in sampled_cases(cases.collect()) {
         let expected: Vec<f64> = serde_json::from_value(expected.clone()).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let mut process = with_options(name, dir.path());

@@ -5,7 +5,7 @@ use super::full_tests::full;
 use super::slider_tests::reference;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, trainer};
 use crate::processes::{EventSink, OutputRequests, StopSignal, run_with_requests};
-use crate::testing::{chosen, in_own_folder};
+use crate::testing::{in_own_folder, sampled_cases};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::requested_outputs::RequestedOutputs;
@@ -147,7 +147,7 @@ fn requests_of_every_kind_of_training_leave_its_weights_unchanged() {
         ("lora", |root| reference("ultimate", root)),
         ("lora", |root| reference("parts", root)),
     ];
-    for (kind, make) in chosen(kinds.to_vec()) {
+    for (kind, make) in sampled_cases(kinds.to_vec()) {
         let run = |at: &[(u64, RequestedOutputs)]| {
             let dir = tempfile::tempdir().unwrap();
             let mut process = sampled(make(dir.path()), &["a circle"]);

@@ -5,12 +5,12 @@
 //! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::context::Context;
-use super::embedding::TrainedWord;
+use super::embedding::TrainedEmbedding;
 use super::folder::{RunFolder, checkpoint_error};
 use super::merging::MERGED_ROLE;
 use super::record;
 use super::run::Run;
-use super::target::Target;
+use super::target::TrainedParameters;
 use crate::adapters::{AdapterFile, saved_since};
 use crate::error::{EngineError, Result};
 use crate::families::saved_step;
@@ -90,7 +90,7 @@ impl Run<'_> {
             cx.log("info", format!("starting from the weights of {}", path.display()));
         }
         if let Some(step) = self.process.train.start_step
-            && self.started_at != Some(step)
+            && self.configured_start_step != Some(step)
         {
             if self.start_step > 0 {
                 cx.log(
@@ -162,7 +162,7 @@ impl Run<'_> {
         };
         let merges = self.process.merges_network();
         match &self.target {
-            Target::Lora(_) if merges => {
+            TrainedParameters::Adapter(_) if merges => {
                 self.load_merged_save(&path).map_err(|error| {
                     EngineError::bad_input(format!(
                         "{error}. It is the newest save of the run folder, and with `train.merge_network_on_save` the training goes on \
@@ -171,12 +171,12 @@ impl Run<'_> {
                 })?;
                 self.trainer = self.new_trainer()?;
             }
-            Target::Lora(_) => self.load_lora(&path, cx)?,
-            Target::Word(word) => {
+            TrainedParameters::Adapter(_) => self.load_lora(&path, cx)?,
+            TrainedParameters::Embedding(word) => {
                 word.load(&path)?;
                 self.trainer = self.new_trainer()?;
             }
-            Target::Model(_) => {
+            TrainedParameters::Model(_) => {
                 self.model.load_trained(&path).map_err(|error| {
                     EngineError::bad_input(format!(
                         "{error}. It is the newest save of the run folder, and this full fine-tune cannot resume from it: move it \
@@ -200,10 +200,12 @@ impl Run<'_> {
         let mut newest: Option<(u64, PathBuf)> = None;
         for (step_in_name, path) in self.folder.saves() {
             let step = match self.target {
-                Target::Lora(_) if self.process.merges_network() => saved_step(&path),
-                Target::Lora(_) => AdapterFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
-                Target::Model(_) => saved_step(&path),
-                Target::Word(_) => TrainedWord::saved_step(&path),
+                TrainedParameters::Adapter(_) if self.process.merges_network() => saved_step(&path),
+                TrainedParameters::Adapter(_) => {
+                    AdapterFile::open(&path).map(|file| file.training_info().map(|(step, _)| step))
+                }
+                TrainedParameters::Model(_) => saved_step(&path),
+                TrainedParameters::Embedding(_) => TrainedEmbedding::saved_step(&path),
             };
             match step {
                 Ok(step) => {
@@ -220,7 +222,7 @@ impl Run<'_> {
 
     /// Loads the weights of a LoRA file and makes a new trainer.
     fn load_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
-        let Target::Lora(network) = &self.target else {
+        let TrainedParameters::Adapter(network) = &self.target else {
             return Err(EngineError::Internal("a LoRA for a full fine-tune".into()));
         };
         let report = network.load(&AdapterFile::open(path)?)?;
@@ -329,8 +331,8 @@ impl Run<'_> {
             Some(kept) => kept,
             None => self.saves_until(checkpoint.step(), &steps(REQUESTED_KEY).unwrap_or_default()),
         };
-        self.started_at = number(START_KEY);
-        self.misses_validation = state.get(UNMEASURED_KEY).and_then(Value::as_bool).unwrap_or(false);
+        self.configured_start_step = number(START_KEY);
+        self.validation_is_pending = state.get(UNMEASURED_KEY).and_then(Value::as_bool).unwrap_or(false);
         self.metrics.load_checkpoint(checkpoint);
         Ok(())
     }
@@ -407,7 +409,7 @@ impl Run<'_> {
                 }
             }
             let options = &self.data.datasets[batch.dataset].options;
-            if let Some(controls) = &options.drawn_controls {
+            if let Some(controls) = &options.augmented_controls {
                 data.update(controls.identity() + "\n");
             }
             if let Some(statistics) = &options.normalization {
@@ -483,7 +485,7 @@ impl Run<'_> {
         if let Some(step) = self.process.train.start_step {
             state.insert(START_KEY.into(), step.into());
         }
-        if self.misses_validation {
+        if self.validation_is_pending {
             state.insert(UNMEASURED_KEY.into(), true.into());
         }
         let path = writer.commit(state).map_err(checkpoint_error)?;

@@ -1,6 +1,6 @@
 //! Runs that are interrupted, killed or moved to another machine, and what they find in their folders.
 
-use super::resumption_check::check_resumption;
+use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::processes::{StopSignal, run};
 use crate::testing::in_own_folder;

@@ -6,7 +6,7 @@ use super::folder::RunFolder;
 use super::record::StepRecorder;
 use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
-use super::target::Target;
+use super::target::TrainedParameters;
 use super::validation::Validation;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
@@ -30,7 +30,7 @@ pub(super) struct Run<'a> {
     pub(super) folder: RunFolder,
     pub(super) compute: Compute,
     pub(super) model: Box<dyn Model>,
-    pub(super) target: Target,
+    pub(super) target: TrainedParameters,
     pub(super) trainer: Trainer,
     pub(super) memory_options: MemoryOptions,
     pub(super) objective: Box<dyn Objective>,
@@ -40,14 +40,14 @@ pub(super) struct Run<'a> {
     pub(super) data: TrainingData,
     pub(super) latents: LatentStore,
     pub(super) masks: LossMasks,
-    pub(super) captions: ConditioningCache,
+    pub(super) encoded_captions: ConditioningCache,
     pub(super) switched_loras: SwitchedLoras,
     /// The slider that is trained. `None`: the training has one direction.
     pub(super) slider: Option<Arc<Slider>>,
     /// The step at which this attempt starts: the number of finished steps.
     pub(super) start_step: u64,
     /// The `train.start_step` of the run that wrote the checkpoint from which this one resumes.
-    pub(super) started_at: Option<u64>,
+    pub(super) configured_start_step: Option<u64>,
     /// The step of the newest checkpoint on disk.
     pub(super) last_checkpoint: Option<u64>,
     /// Steps at which earlier attempts were interrupted. Their step saves are removed after the next save.
@@ -61,12 +61,12 @@ pub(super) struct Run<'a> {
     pub(super) validation: Option<Arc<Validation>>,
     /// The learned weights of the loss (`train.learnable_snr_gos`).
     pub(super) learned_snr: Option<SharedLearnedSnr>,
-    /// The run was told to stop before this was done after the last step.
-    pub(super) misses_validation: bool,
+    /// The run was told to stop before it measured the validation loss of its last step; the resumed run does.
+    pub(super) validation_is_pending: bool,
     /// The network was merged into the model, in this or in an earlier attempt.
     pub(super) has_merged: bool,
-    /// The time in which this step read and encoded images.
-    pub(super) reading: Duration,
+    /// How long this step has read and encoded images.
+    pub(super) data_time: Duration,
     pub(super) metrics: StepRecorder,
     /// Tells the run to stop.
     pub(super) stop: StopSignal,
@@ -96,7 +96,7 @@ fn check_lr_factors(process: &TrainerProcess, params: &[Param]) -> Result<()> {
 /// Makes a trainer with a new optimizer, for a model that computes in `dtype`.
 pub(super) fn trainer(
     process: &TrainerProcess,
-    target: &Target,
+    target: &TrainedParameters,
     memory_options: &MemoryOptions,
     dtype: DType,
     seed: u64,
@@ -140,7 +140,7 @@ pub(super) fn trainer(
         max_grad_norm,
         ema,
         // The gradients of a LoRA are small, so it needs no fused backward pass.
-        fused_backward: memory_options.fused_backward && matches!(target, Target::Model(_)),
+        fused_backward: memory_options.fused_backward && matches!(target, TrainedParameters::Model(_)),
     });
     let trainer = match swapped {
         Some(swapped) => trainer.with_swapped_parameters(swapped),
@@ -148,7 +148,7 @@ pub(super) fn trainer(
     };
     Ok(match (dtype, target) {
         (DType::F16, _) => trainer.with_loss_scaling(),
-        (DType::BF16, Target::Model(_)) => trainer.with_stochastic_rounding(seed),
+        (DType::BF16, TrainedParameters::Model(_)) => trainer.with_stochastic_rounding(seed),
         _ => trainer,
     })
 }

@@ -19,7 +19,7 @@ impl Run<'_> {
                 self.save_without_retention(cx, step)?;
             } else {
                 // Merged after the checkpoint, so that the run goes on as if it had not been interrupted.
-                self.save_as_it_is(cx, step)?;
+                self.checkpoint_then_save(cx, step)?;
             }
         }
         cx.log("info", format!("stopped after step {step}"));
@@ -97,10 +97,11 @@ impl Run<'_> {
     /// If the network is merged at saves, it is merged first: the checkpoint has the merged layers.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         self.merge_network(cx, step)?;
-        self.save_as_it_is(cx, step)
+        self.checkpoint_then_save(cx, step)
     }
 
-    fn save_as_it_is(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+    /// As [`Self::save`], but the checkpoint has the network beside the model: it is merged after the checkpoint, for the save alone.
+    fn checkpoint_then_save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         if !self.kept_saves.contains(&step) {
             self.kept_saves.push(step);
         }
@@ -113,6 +114,7 @@ impl Run<'_> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
         let save = self.folder.step_save(step);
+        // Does nothing after [`Self::save`], which merged it already.
         self.merge_network(cx, step)?;
         self.write_save(cx, &save, step)?;
         self.remove_interrupted_saves(cx, &save)?;

@@ -1,9 +1,9 @@
 //! Whole jobs of Stable Diffusion 3.5 on the tiny model: a LoRA and a full fine-tune that resume exactly, samples while training.
 
-use super::resumption_check::check_resumption;
+use super::resumption_test::check_resumption;
 use super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, spec};
-use super::transformer_runs::{complete, equal, flow_trainer, tensors};
+use super::transformer_test_runs::{complete, equal, flow_trainer, tensors};
 use crate::adapters::AdapterFile;
 use crate::families::{META_FILE, saved_step};
 use crate::testing::{fixtures, gap};
@@ -69,7 +69,7 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
 }
 
 #[test]
-fn time_step_types_train_and_samples_are_generated() {
+fn timestep_types_train_and_samples_are_generated() {
     for kind in [TimestepType::Sigmoid, TimestepType::Weighted, TimestepType::Shift] {
         let dir = tempfile::tempdir().unwrap();
         let mut process = sd35(dir.path(), 2);

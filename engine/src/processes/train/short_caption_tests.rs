@@ -65,7 +65,7 @@ fn the_loss_of_both_captions_is_the_mean_of_their_losses() {
         let long = losses(&|_| {});
         let short = losses(&|process| process.datasets[0].use_short_captions = true);
         let both = losses(&|process| process.train.short_and_long_captions = true);
-        // The same images, noise and time steps.
+        // The same images, noise and timesteps.
         let means: Vec<f64> = long
             .iter()
             .zip(&short)

@@ -3,7 +3,7 @@
 use super::preview;
 use super::replay_tests::{replay, replayed};
 use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
-use crate::testing::{are_all_chosen, attempt, chosen, fixtures};
+use crate::testing::{attempt, fixtures, runs_all_cases, sampled_cases};
 use aitk_common::attempt::{AttemptSpec, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::process::{ProcessType, TrainerProcess};
@@ -116,16 +116,16 @@ fn losses_of_sliders_match_the_reference() {
     let expected = std::fs::read(replay("sliders.json")).unwrap();
     let expected: BTreeMap<String, Vec<f64>> = serde_json::from_slice(&expected).unwrap();
     assert_eq!(expected.len(), 7);
-    for (name, expected) in chosen(expected.iter().collect()) {
+    for (name, expected) in sampled_cases(expected.iter().collect()) {
         let dir = tempfile::tempdir().unwrap();
         let mut process = reference(name, dir.path());
         // Encoded while training, and before.
         process.train.unload_text_encoder = name == "anchored";
-        process.train.steps = if are_all_chosen() { STEPS } else { 3 };
+        process.train.steps = if runs_all_cases() { STEPS } else { 3 };
         let (outcome, events) = run_spec(&spec(process));
         assert_eq!(outcome, Outcome::Completed, "{name}: {}", logs(&events));
         let found = losses(&events);
-        assert!(found.len() == expected.len() || !are_all_chosen() && found.len() == 3);
+        assert!(found.len() == expected.len() || !runs_all_cases() && found.len() == 3);
         for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
             let difference = (found / expected - 1.0).abs();
             assert!(
@@ -138,7 +138,7 @@ fn losses_of_sliders_match_the_reference() {
 
 #[test]
 fn a_slider_that_was_stopped_ends_with_the_same_weights() {
-    for name in chosen(vec!["parts", "ultimate", "concept"]) {
+    for name in sampled_cases(vec!["parts", "ultimate", "concept"]) {
         let weights = |stops: bool| {
             let dir = tempfile::tempdir().unwrap();
             let mut process = reference(name, dir.path());
@@ -266,7 +266,7 @@ fn example_configs_of_sliders_run() {
     let cases = examples
         .iter()
         .flat_map(|text| [false, true].map(|portable| (text, portable)));
-    for (text, portable) in chosen(cases.collect()) {
+    for (text, portable) in sampled_cases(cases.collect()) {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
         for folder in ["images", "detailed", "plain"] {
@@ -420,7 +420,7 @@ fn moves_red_alone(name: &str, [negative, neutral, positive]: [[f64; 2]; 3]) {
 
 #[test]
 fn sliders_move_their_attribute_alone() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     type Train = fn() -> [[f64; 2]; 3];

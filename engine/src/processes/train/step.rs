@@ -12,7 +12,7 @@ use crate::data::{SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model, Prompt};
 use crate::training::{
-    ConditioningCache, DrawInputs, MicroBatch, NoiseDraw, References, TrainingCfg, batch_generator, loss,
+    ConditioningCache, DrawInputs, LossInputs, MicroBatch, NoiseDraw, TrainingCfg, batch_generator, loss,
     noisy_latents, step_to,
 };
 use aitk_common::job::process::TrainerProcess;
@@ -60,8 +60,8 @@ pub(super) struct BatchPrompts {
     guidance_scales: Vec<f64>,
 }
 
-/// A micro-batch of the data sets, with its time steps and noise.
-pub(super) struct DrawnBatch {
+/// A micro-batch of the data sets, with its timesteps and noise.
+pub(super) struct SampledBatch {
     pub(super) step_batch: StepBatch,
     pub(super) prompts: BatchPrompts,
     pub(super) inputs: BatchInputs,
@@ -102,7 +102,7 @@ impl ItemInputs {
     }
 }
 
-/// Predicts from noisy latents and time steps, with guidance if there is an unconditional conditioning.
+/// Predicts from noisy latents and timesteps, with guidance if there is an unconditional conditioning.
 fn predict(
     model: &dyn Model,
     cfg: Option<TrainingCfg>,
@@ -139,9 +139,9 @@ fn with_guidance(
 }
 
 impl Run<'_> {
-    /// Draws a micro-batch: captions, time steps and noise come from the generator of (seed, step, micro-batch); noise that is the same
+    /// Draws a micro-batch: captions, timesteps and noise come from the generator of (seed, step, micro-batch); noise that is the same
     /// each time has a generator of its own.
-    pub(super) fn draw_batch(&mut self, step: u64, micro: u64) -> Result<DrawnBatch> {
+    pub(super) fn draw_batch(&mut self, step: u64, micro: u64) -> Result<SampledBatch> {
         let process = self.process;
         let mut step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
@@ -184,7 +184,7 @@ impl Run<'_> {
         let control = self
             .data
             .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?;
-        self.reading += start.elapsed();
+        self.data_time += start.elapsed();
         let control = match control {
             // The negative images of a slider are trained on as the positive ones are.
             Some(negative) if process.kind.uses_image_pairs() => {
@@ -236,12 +236,12 @@ impl Run<'_> {
             moves,
         };
         if doubles {
-            // The images, their noise and their time steps again, for the short captions.
+            // The images, their noise and their timesteps again, for the short captions.
             step_batch.batch.items.extend_from_within(..);
             inputs.double()?;
             drawn.double()?;
         }
-        Ok(DrawnBatch {
+        Ok(SampledBatch {
             step_batch,
             prompts,
             inputs,
@@ -251,11 +251,11 @@ impl Run<'_> {
     }
 
     /// The sizes of the images of a micro-batch.
-    pub(super) fn sizes_of(&self, batch: &DrawnBatch) -> Vec<ItemSize> {
+    pub(super) fn sizes_of(&self, batch: &SampledBatch) -> Vec<ItemSize> {
         self.data.items_of(&batch.step_batch.batch).map(image_size).collect()
     }
 
-    /// The time steps of a draw, [b], float32.
+    /// The timesteps of a draw, [b], float32.
     pub(super) fn timesteps_of(&self, drawn: &NoiseDraw) -> Result<Tensor> {
         let device = &self.compute.device;
         Ok(Tensor::from_vec(
@@ -271,7 +271,7 @@ impl Run<'_> {
             return sliders::micro_batch(&slider, self, MicroBatchNumber { step, micro });
         }
         let process = self.process;
-        let DrawnBatch {
+        let SampledBatch {
             step_batch,
             prompts,
             inputs,
@@ -372,7 +372,7 @@ impl Run<'_> {
         let model = &*self.model;
         match self.target.covers_text_encoder() {
             true => model.encode_prompts(prompts)?.detached_as(model.dtype()),
-            false => self.captions.get(prompts, model),
+            false => self.encoded_captions.get(prompts, model),
         }
     }
 
@@ -397,7 +397,7 @@ impl Run<'_> {
         .map(Some)
     }
 
-    /// The noisy latents that the model gets, and their time steps, [b], float32.
+    /// The noisy latents that the model gets, and their timesteps, [b], float32.
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<(Vec<Tensor>, Tensor)> {
         let times = self.timesteps_of(drawn)?;
         Ok((noisy_latents(&*self.objective, &self.loss, latents, drawn)?, times))
@@ -451,7 +451,7 @@ impl Run<'_> {
             true => self.masks.outside(items(), model.codec())?,
             false => None,
         };
-        self.reading += start.elapsed();
+        self.data_time += start.elapsed();
         let outside_mask = outside.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let inputs = self.item_inputs(step_batch, control, prompts);
         let with_inputs = |conditioning: Conditioning| inputs.add_to(process, model, conditioning);
@@ -477,7 +477,7 @@ impl Run<'_> {
         let has_prior_target = dataset.prior_target && !process.train.correct_pred_norm;
         let uses_base =
             process.train.do_prior_divergence || outside_mask.is_some() || has_prior_target || corrects_norm;
-        let mut references = References {
+        let mut loss_inputs = LossInputs {
             guidance_scales: prompts.guidance_scales.clone(),
             corrects_norm,
             outside_mask,
@@ -487,14 +487,14 @@ impl Run<'_> {
                 true => self.objective.stepped_levels(&drawn, image_tokens)?,
                 false => Vec::new(),
             },
-            ..References::default()
+            ..LossInputs::default()
         };
         if let Some(handle) = handle.filter(|_| uses_base) {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
             // In ai-toolkit too, the captions are encoded with the adapter of the text encoder.
             let conditioning = handle.in_pass(AdapterPass::inference(strength), frozen_conditioning)?;
             let base = handle.in_pass(AdapterPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
-            references.base = Some(base.iter().map(Tensor::detach).collect());
+            loss_inputs.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let (true, Some(word)) = (uses_base, &process.embedding) {
             // Without the word, the prompt is that of its class.
@@ -505,7 +505,7 @@ impl Run<'_> {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
             let of_class = with_inputs(ConditioningCache::encode(&captions, model)?.detached_as(model.dtype())?)?;
             let base = predict(&noisy, &times, &of_class)?;
-            references.base = Some(base.iter().map(Tensor::detach).collect());
+            loss_inputs.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let Some(contrast) = contrast {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
@@ -518,7 +518,7 @@ impl Run<'_> {
                 (None, Some(frozen)) => frozen.predict(&noisy, &times, &conditioning)?,
                 (None, None) => model.predict(&noisy, &times, &conditioning)?,
             };
-            references.unconditional = Some(unconditional.iter().map(Tensor::detach).collect());
+            loss_inputs.unconditional = Some(unconditional.iter().map(Tensor::detach).collect());
         }
         let forward = || {
             let conditioning = match &cached {
@@ -532,7 +532,7 @@ impl Run<'_> {
                 weights: vec![step_batch.item_weight; captions.len()],
                 weight: step_batch.weight,
                 mask: mask.clone(),
-                references: references.clone(),
+                loss_inputs: loss_inputs.clone(),
             };
             loss(&predict, &*self.objective, &self.loss, &micro_batch)
         };

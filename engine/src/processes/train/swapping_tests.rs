@@ -1,8 +1,8 @@
 //! Trainings with `do_paramiter_swapping`.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use super::transformer_runs::tensors;
-use crate::testing::{chosen, gap};
+use super::transformer_test_runs::tensors;
+use crate::testing::{gap, sampled_cases};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::optimizer::OptimizerName;
 use aitk_common::job::process::TrainerProcess;
@@ -25,7 +25,7 @@ fn run(process: &TrainerProcess) -> Vec<f64> {
 
 #[test]
 fn a_run_that_swaps_parameters_resumes_exactly() {
-    for optimizer in chosen(vec![OptimizerName::Adafactor, OptimizerName::Automagic]) {
+    for optimizer in sampled_cases(vec![OptimizerName::Adafactor, OptimizerName::Automagic]) {
         let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let mut process = swapping(whole.path(), 6, optimizer);
         process.train.gradient_accumulation = 2;

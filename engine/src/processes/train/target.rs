@@ -1,7 +1,7 @@
 //! The trained parameters of a run: a LoRA, a word, or the model's own weights.
 
 use super::super::context::Context;
-use super::embedding::TrainedWord;
+use super::embedding::TrainedEmbedding;
 use super::options;
 use crate::adapters::{AdapterFile, AdapterHandle, AdapterNetwork};
 use crate::error::{EngineError, Result};
@@ -15,13 +15,13 @@ use aitk_common::job::values::OneOrMany;
 use std::sync::Arc;
 
 /// The trained parameters.
-pub(super) enum Target {
+pub(super) enum TrainedParameters {
     /// The LoRA of a `network` section.
-    Lora(AdapterNetwork),
+    Adapter(AdapterNetwork),
     /// The model's own weights: a full fine-tune.
     Model(Vec<Param>),
     /// The word of an `embedding` section.
-    Word(TrainedWord),
+    Embedding(TrainedEmbedding),
 }
 
 /// What is changed of the weights of the denoiser and of the text encoders: by the training itself, or by merging the network. Nothing if
@@ -71,7 +71,7 @@ fn trained_parts<'a>(process: &TrainerProcess, model: &'a mut dyn Model) -> Vec<
 /// the LoRA of `network.ranks_of_pretrained_lora`.
 ///
 /// # Errors
-/// As [`Target::new`].
+/// As [`TrainedParameters::new`].
 pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file: Option<&AdapterFile>) -> Result<()> {
     if let Some(network) = process.network.as_ref().filter(|_| process.embedding.is_none()) {
         let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
@@ -83,7 +83,7 @@ pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file:
     }
 }
 
-impl Target {
+impl TrainedParameters {
     /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
     pub(super) fn new(
         process: &TrainerProcess,
@@ -92,7 +92,7 @@ impl Target {
         cx: &mut Context<'_>,
     ) -> Result<Self> {
         if let Some(embedding) = &process.embedding {
-            return Ok(Self::Word(TrainedWord::new(embedding, model, cx)?));
+            return Ok(Self::Embedding(TrainedEmbedding::new(embedding, model, cx)?));
         }
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
@@ -100,7 +100,7 @@ impl Target {
         let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
         let mut generator = generator_for(seed, "network", 0, 0);
         let mut trained = trained_parts(process, model);
-        let has_no_alpha = trained.iter().any(|part| part.lora_names == AdapterNames::Dotted);
+        let has_no_alpha = trained.iter().any(|part| part.lora_names == AdapterNames::Peft);
         let ranks_file = match &network.pretrained_lora_path {
             Some(path) if network.ranks_of_pretrained_lora => Some(AdapterFile::open(&cx.local_path(path)?)?),
             _ => None,
@@ -122,7 +122,7 @@ impl Target {
             drop(trained);
             check_save_format(process, model)?;
         }
-        Ok(Self::Lora(network))
+        Ok(Self::Adapter(network))
     }
 
     /// The model's own weights that are trained.
@@ -178,18 +178,18 @@ impl Target {
     /// The trained parameters, in a fixed order.
     pub(super) fn params(&self) -> Vec<Param> {
         match self {
-            Self::Lora(network) => network.params(),
+            Self::Adapter(network) => network.params(),
             Self::Model(params) => params.clone(),
-            Self::Word(word) => word.params().to_vec(),
+            Self::Embedding(word) => word.params().to_vec(),
         }
     }
 
     /// Whether captions are encoded with gradients: a text encoder or a word is trained.
     pub(super) fn covers_text_encoder(&self) -> bool {
         match self {
-            Self::Lora(network) => network.covers_text_encoder(),
+            Self::Adapter(network) => network.covers_text_encoder(),
             Self::Model(params) => params.iter().any(|p| p.name.starts_with("text_encoder")),
-            Self::Word(_) => true,
+            Self::Embedding(_) => true,
         }
     }
 
@@ -197,7 +197,7 @@ impl Target {
     pub(super) fn limit_norms(&self, process: &TrainerProcess) -> Result<()> {
         let max = process.network.as_ref().and_then(|network| network.scale_weight_norms);
         match (self, max) {
-            (Self::Lora(network), Some(max)) => Ok(network.limit_norms(max)?),
+            (Self::Adapter(network), Some(max)) => Ok(network.limit_norms(max)?),
             _ => Ok(()),
         }
     }
@@ -205,8 +205,8 @@ impl Target {
     /// The handle that sets the strength and mode of a LoRA.
     pub(super) fn handle(&self) -> Option<&Arc<AdapterHandle>> {
         match self {
-            Self::Lora(network) => Some(&network.handle),
-            Self::Model(_) | Self::Word(_) => None,
+            Self::Adapter(network) => Some(&network.handle),
+            Self::Model(_) | Self::Embedding(_) => None,
         }
     }
 }

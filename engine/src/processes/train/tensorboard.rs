@@ -1,9 +1,9 @@
 //! The metrics of a run's steps for TensorBoard: `process.log_dir`.
 
 use super::super::context::{Context, expand_home};
-use aitk_common::event_file;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::StepMetrics;
+use aitk_common::tensorboard;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -66,7 +66,7 @@ impl EventLog {
         let Some((path, file)) = &mut self.file else {
             return Ok(());
         };
-        event_file::write_steps(file, [step]).map_err(|error| (path.clone(), error))
+        tensorboard::write_steps(file, [step]).map_err(|error| (path.clone(), error))
     }
 
     /// Makes a new file that begins with the metrics of earlier steps. It replaces what TensorBoard has read of older files in the
@@ -75,13 +75,13 @@ impl EventLog {
         let earlier = std::mem::take(&mut self.earlier);
         let newest = match earlier.is_empty() {
             true => None,
-            false => event_file::newest_folder(&self.log_dir, &self.name),
+            false => tensorboard::newest_folder(&self.log_dir, &self.name),
         };
-        let folder = newest.unwrap_or_else(|| self.log_dir.join(event_file::folder_name(&self.name)));
+        let folder = newest.unwrap_or_else(|| self.log_dir.join(tensorboard::folder_name(&self.name)));
         std::fs::create_dir_all(&folder).map_err(|error| (folder.clone(), error))?;
         let mut number = 0;
         let (path, file) = loop {
-            let path = folder.join(event_file::growing_file_name(number));
+            let path = folder.join(tensorboard::growing_file_name(number));
             match File::options().append(true).create_new(true).open(&path) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < MAX_FILES_PER_SECOND => {
                     number += 1
@@ -100,7 +100,7 @@ impl EventLog {
 
 /// Writes a file with the metrics of these steps.
 pub(super) fn write_file(out: &mut impl Write, steps: &[StepMetrics]) -> io::Result<()> {
-    event_file::write_start(out)?;
-    event_file::write_steps(out, steps)?;
+    tensorboard::write_start(out)?;
+    tensorboard::write_steps(out, steps)?;
     out.flush()
 }

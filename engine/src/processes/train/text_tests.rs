@@ -2,7 +2,7 @@
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::{self, Conditioning, EncodedPrompts, LoadOptions, PartRole, Prompt};
-use crate::testing::{are_all_chosen, chosen, fixtures, in_portable_mode, zimage_folder};
+use crate::testing::{fixtures, in_portable_mode, runs_all_cases, sampled_cases, zimage_folder};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
@@ -157,7 +157,7 @@ const STEPS: u64 = 4;
 
 /// The number of random cases. Each of them trains four times.
 fn cases() -> u32 {
-    if are_all_chosen() { 12 } else { 1 }
+    if runs_all_cases() { 12 } else { 1 }
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -248,7 +248,7 @@ proptest! {
 
 #[test]
 fn a_few_steps_change_no_number() {
-    for kind in chosen(FAMILIES.to_vec()) {
+    for kind in sampled_cases(FAMILIES.to_vec()) {
         let [plain, cached] = [0; 2].map(|_| tempfile::tempdir().unwrap());
         let without = trained(plain.path(), &family(plain.path(), kind, 2));
         let mut process = family(cached.path(), kind, 2);
@@ -261,7 +261,7 @@ in_portable_mode!(a_few_steps_change_no_number);
 
 #[test]
 fn text_encoders_are_loaded_once_and_a_second_run_does_not_need_them() {
-    for (kind, count) in chosen(FAMILIES.into_iter().zip([1, 2, 2, 2, 2]).collect()) {
+    for (kind, count) in sampled_cases(FAMILIES.into_iter().zip([1, 2, 2, 2, 2]).collect()) {
         let dir = tempfile::tempdir().unwrap();
         let mut process = family(dir.path(), kind, 2);
         process.datasets[0].cache_text_embeddings = true;
@@ -305,7 +305,7 @@ fn text_encoders_are_loaded_once_and_a_second_run_does_not_need_them() {
 
 #[test]
 fn without_its_text_encoders_a_model_is_saved_whole() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     for format in [SaveFormat::Safetensors, SaveFormat::Diffusers] {
@@ -364,7 +364,7 @@ fn damaged_and_foreign_files_are_encoded_again() {
     .unwrap();
     let mut generator = crate::rng::generator_for(7, "damage", 0, 0);
     let mut number = |below: usize| generator.randint(0, below as i64, 1)[0] as usize;
-    for round in chosen(vec![0, 1, 2]) {
+    for round in sampled_cases(vec![0, 1, 2]) {
         let mut damaged = 0;
         for (index, (path, bytes)) in originals.iter().enumerate() {
             let mut bytes = bytes.clone();
@@ -400,7 +400,7 @@ fn damaged_and_foreign_files_are_encoded_again() {
 
 #[test]
 fn other_texts_encoders_dtypes_and_families_have_other_files() {
-    if crate::testing::is_left_out() {
+    if crate::testing::skips_long_tests() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -503,7 +503,7 @@ fn a_caption_that_is_removed_while_the_training_runs_is_an_error_that_says_what_
 
 #[test]
 fn without_captions_only_the_trigger_word_is_encoded() {
-    for kind in chosen(FAMILIES.to_vec()) {
+    for kind in sampled_cases(FAMILIES.to_vec()) {
         let [plain, unloaded] = [0; 2].map(|_| tempfile::tempdir().unwrap());
         let mut process = family(unloaded.path(), kind, 2);
         process.trigger_word = Some("zorb".into());

@@ -37,14 +37,14 @@ impl Run<'_> {
     /// # Errors
     /// As [`Self::validation_loss`].
     pub(super) fn measure_missed_validation(&mut self, cx: &mut Context<'_>) -> Result<()> {
-        let Some(fixed) = self.validation.clone().filter(|_| self.misses_validation) else {
-            self.misses_validation = false;
+        let Some(fixed) = self.validation.clone().filter(|_| self.validation_is_pending) else {
+            self.validation_is_pending = false;
             return Ok(());
         };
         let Some(loss) = self.validation_loss(&fixed)? else {
             return Ok(());
         };
-        self.misses_validation = false;
+        self.validation_is_pending = false;
         if let Some(line) = self.metrics.add_validation(self.start_step, loss) {
             let named = |(from, to): (&str, &str)| Some((to.to_owned(), *line.values.get(from)?));
             let names = [("lr", "learning_rate"), ("loss", "loss/loss"), (METRIC, METRIC)];

@@ -1,10 +1,10 @@
 //! The loss on fixed images, against diffusers (`tests/reference/make_validation.py`), and what it leaves alone.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, trainer};
-use super::transformer_runs::{complete, flow_trainer};
+use super::transformer_test_runs::{complete, flow_trainer};
 use super::validation::METRIC;
 use crate::processes::{EventSink, StopSignal, run};
-use crate::testing::{chosen, fixtures, in_own_folder, in_portable_mode};
+use crate::testing::{fixtures, in_own_folder, in_portable_mode, sampled_cases};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::arch::{Arch, ArchName};
 use aitk_common::job::process::TrainerProcess;
@@ -54,7 +54,7 @@ fn measured(root: &Path, events: &[ChildEvent]) -> Vec<(u64, f64)> {
 #[test]
 fn the_loss_is_that_of_diffusers() {
     let report = report();
-    for (arch, folder) in chosen(vec![
+    for (arch, folder) in sampled_cases(vec![
         (ArchName::Flux, "tiny_flux"),
         (ArchName::Sd1, "tiny_sd"),
         (ArchName::Sd2, "tiny_sd21"),
@@ -95,7 +95,7 @@ fn the_training_does_not_depend_on_it() {
         },
         |process| process.network = None,
     ];
-    for (number, change) in chosen(variants.iter().enumerate().collect()) {
+    for (number, change) in sampled_cases(variants.iter().enumerate().collect()) {
         let train = |validates: bool| {
             let dir = tempfile::tempdir().unwrap();
             let mut process = trainer(dir.path(), 5);

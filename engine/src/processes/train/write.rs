@@ -5,7 +5,7 @@ use super::super::job_metadata::{job_metadata, software};
 use super::super::save_dtype::save_dtype;
 use super::run::Run;
 use super::save_files::files_in_save;
-use super::target::Target;
+use super::target::TrainedParameters;
 use crate::adapters::{lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};
 use crate::families::SaveOptions;
@@ -33,13 +33,13 @@ impl Run<'_> {
         let dtype = save_dtype(self.process.save.dtype, "save.dtype")?;
         let merged = self.merged_tensors()?;
         let trained: BTreeMap<String, Tensor> = match (&self.target, merged) {
-            (Target::Lora(_), Some(merged)) => merged,
-            (Target::Lora(network), None) => {
+            (TrainedParameters::Adapter(_), Some(merged)) => merged,
+            (TrainedParameters::Adapter(network), None) => {
                 let bytes = lora_file_bytes(&network.tensors(dtype)?, metadata)?;
                 return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
             }
-            (Target::Word(word), _) => return word.write(path, metadata, step),
-            (Target::Model(params), _) => params
+            (TrainedParameters::Embedding(word), _) => return word.write(path, metadata, step),
+            (TrainedParameters::Model(params), _) => params
                 .iter()
                 .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
                 .collect(),
@@ -67,10 +67,10 @@ impl Run<'_> {
     /// Emits the files of a save.
     pub(super) fn emit_save(&self, cx: &mut Context<'_>, path: &Path, step: u64) {
         let kind = match &self.target {
-            Target::Lora(_) if self.process.merges_network() => "model",
-            Target::Lora(_) => "lora",
-            Target::Model(_) => "model",
-            Target::Word(_) => "embedding",
+            TrainedParameters::Adapter(_) if self.process.merges_network() => "model",
+            TrainedParameters::Adapter(_) => "lora",
+            TrainedParameters::Model(_) => "model",
+            TrainedParameters::Embedding(_) => "embedding",
         };
         for file in files_in_save(path) {
             cx.artifact(kind, &self.folder.root, &file, Some(step), None);

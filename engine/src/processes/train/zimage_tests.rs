@@ -1,7 +1,7 @@
 //! Whole jobs of Z-Image on the tiny model: a LoRA that resumes exactly, with samples while training, and a full fine-tune.
 
 use super::tests::{logs, losses, run_spec, spec, stop_at};
-use super::transformer_runs::{complete, flow_trainer, tensors};
+use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::adapters::AdapterFile;
 use crate::families::saved_step;
 use crate::testing::{gap, zimage_folder};

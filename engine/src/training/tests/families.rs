@@ -9,9 +9,9 @@ use crate::families::{ItemSize, LoadOptions, Model, sd2, sdxl};
 use crate::optim::{Adam, AdamParams, Param};
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
-use crate::testing::{chosen, fixtures, in_portable_mode};
+use crate::testing::{fixtures, in_portable_mode, sampled_cases};
 use crate::training::{
-    ConditioningCache, LossOptions, MicroBatch, NoiseDraw, References, SnrWeighting, Trainer, TrainerOptions,
+    ConditioningCache, LossInputs, LossOptions, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -92,7 +92,7 @@ impl Family {
                     conditioning: model.with_sizes(conditioning, &sizes(inputs.get("time_ids"), step))?,
                     weights: vec![1.0; texts.len()],
                     weight: 1.0,
-                    references: References::default(),
+                    loss_inputs: LossInputs::default(),
                     mask: None,
                 };
                 loss_of(model, &objective, &LossOptions::default(), &batch)
@@ -200,28 +200,28 @@ fn sizes(time_ids: Option<&Tensor>, step: usize) -> Vec<ItemSize> {
 
 #[test]
 fn loras_of_stable_diffusion_2_match_the_reference() {
-    for name in chosen(vec!["adamw", "attention", "conv", "text_encoder"]) {
+    for name in sampled_cases(vec!["adamw", "attention", "conv", "text_encoder"]) {
         SD21.check_lora(name);
     }
 }
 
 #[test]
 fn loras_of_stable_diffusion_xl_match_the_reference() {
-    for name in chosen(vec!["attention", "linear", "conv", "both_text_encoders"]) {
+    for name in sampled_cases(vec!["attention", "linear", "conv", "both_text_encoders"]) {
         SDXL.check_lora(name);
     }
 }
 
 #[test]
 fn full_fine_tunes_of_stable_diffusion_2_match_the_reference() {
-    for name in chosen(vec!["unet", "everything"]) {
+    for name in sampled_cases(vec!["unet", "everything"]) {
         SD21.check_full(name);
     }
 }
 
 #[test]
 fn full_fine_tunes_of_stable_diffusion_xl_match_the_reference() {
-    for name in chosen(vec!["unet", "everything"]) {
+    for name in sampled_cases(vec!["unet", "everything"]) {
         SDXL.check_full(name);
     }
 }

@@ -9,10 +9,10 @@ use crate::families::flux::{FluxFamily, FluxModel};
 use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Param};
 use crate::rng::TorchGenerator;
-use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder};
+use crate::testing::{fixtures, in_portable_mode, sampled_cases, schnell_folder};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, MicroBatch, NoiseDraw, NoiseOptions,
-    Objective, References, Trainer, TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossOptions, MicroBatch, NoiseDraw,
+    NoiseOptions, Objective, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -113,7 +113,7 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
                 conditioning: model.with_guidance(conditioning.clone(), &[guidance])?,
                 weights: vec![1.0; texts.len()],
                 weight: 1.0,
-                references: References::default(),
+                loss_inputs: LossInputs::default(),
                 mask: None,
             };
             loss_of(model, &objective, &LossOptions::default(), &batch)
@@ -170,14 +170,14 @@ const VARIANTS: [&str; 5] = ["linear", "attention", "guidance", "text_tokens_512
 
 #[test]
 fn loras_match_the_reference() {
-    for name in chosen(VARIANTS.to_vec()) {
+    for name in sampled_cases(VARIANTS.to_vec()) {
         check_lora(&FLUX_STEPS, name, Checkpointing::Off);
     }
 }
 
 #[test]
 fn loras_with_gradient_checkpointing_match_the_reference() {
-    for name in chosen(VARIANTS.to_vec()) {
+    for name in sampled_cases(VARIANTS.to_vec()) {
         check_lora(&FLUX_STEPS, name, Checkpointing::Segments { blocks: 1 });
     }
 }
@@ -214,7 +214,7 @@ fn check_full(fixture: &Fixture, name: &str, checkpointing: Checkpointing) {
 
 #[test]
 fn full_fine_tunes_match_the_reference() {
-    for name in chosen(vec!["everything", "chosen"]) {
+    for name in sampled_cases(vec!["everything", "chosen"]) {
         check_full(&FLUX_STEPS, name, Checkpointing::Off);
         check_full(&FLUX_STEPS, name, Checkpointing::Segments { blocks: 1 });
     }

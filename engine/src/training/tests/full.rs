@@ -10,7 +10,7 @@ use crate::optim::{Adam, AdamParams, Ema, Param};
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::testing::{fixtures, gap, in_portable_mode, load_sd};
 use crate::training::{
-    ConditioningCache, LossOptions, MicroBatch, NoiseDraw, References, SnrWeighting, Trainer, TrainerOptions,
+    ConditioningCache, LossInputs, LossOptions, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Tensor};
@@ -98,7 +98,7 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
                 conditioning: ConditioningCache::encode(&texts, &model)?,
                 weights: vec![1.0, 1.0],
                 weight: 1.0,
-                references: References::default(),
+                loss_inputs: LossInputs::default(),
                 mask: None,
             };
             loss_of(

@@ -8,7 +8,7 @@ use crate::checkpointing::Checkpointing;
 use crate::families::{LoadOptions, Model};
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
-use crate::testing::{chosen, fixtures, gap, in_portable_mode};
+use crate::testing::{fixtures, gap, in_portable_mode, sampled_cases};
 use aitk_common::job::network::LOKR_FULL_RANK;
 use candle_core::{Device, Tensor};
 use serde_json::Value;
@@ -191,7 +191,7 @@ fn check_flux(name: &str, checkpointing: Checkpointing) {
 
 #[test]
 fn adapters_of_unets_match_lycoris_and_peft() {
-    for name in chosen(vec![
+    for name in sampled_cases(vec![
         "lokr_full",
         "lokr_low_rank",
         "lokr_linear",
@@ -216,7 +216,7 @@ fn adapters_of_a_transformer_match_lycoris_and_peft() {
 
 /// Of each kind one.
 fn one_of_each_kind_matches() {
-    for name in chosen(vec!["dora", "lokr_low_rank", "lokr_full", "locon", "loha"]) {
+    for name in sampled_cases(vec!["dora", "lokr_low_rank", "lokr_full", "locon", "loha"]) {
         check_sd(name);
     }
     check_flux("lokr_factor", Checkpointing::Segments { blocks: 1 });

@@ -7,9 +7,8 @@ use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::testing::{fixtures, in_portable_mode, largest};
 use crate::training::{
-    ChannelStatistics, Ddpm, DrawInputs, EstimateLoss, FlowMatch, FlowTimesteps, FlowWeighting, GuidanceLoss,
-    LatentOptions, LossKind, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, Objective, References, SnrWeighting,
-    loss,
+    ChannelStatistics, Ddpm, DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, GuidanceLoss, LatentOptions,
+    LossInputs, LossKind, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, Objective, SnrWeighting, X0Loss, loss,
 };
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
@@ -47,7 +46,7 @@ fn objective(case: &Value) -> Box<dyn Objective> {
 fn loss_options(case: &Value) -> LossOptions {
     let number = |key: &str, usual: f64| case[key].as_f64().unwrap_or(usual);
     let estimate = |key: &str| {
-        case[key].as_str().map(|how| EstimateLoss {
+        case[key].as_str().map(|how| X0Loss {
             weighted: how == "weighted",
         })
     };
@@ -70,10 +69,10 @@ fn loss_options(case: &Value) -> LossOptions {
             by_sigma: guidance["by_sigma"] == true,
         }),
         differential_guidance: case["differential_guidance_scale"].as_f64(),
-        estimate: estimate("t0_loss_target"),
+        x0: estimate("t0_loss_target"),
         spectrum: estimate("do_fft_loss"),
         diverges: case["base"].as_str().is_some_and(|base| base.contains("divergence")),
-        outside_mask: number("inverted_mask_prior_multiplier", 0.0),
+        outside_weight: number("inverted_mask_prior_multiplier", 0.0),
         deviation: case["target_norm_std_value"].as_f64(),
         max: case["max_loss"].as_f64(),
     }
@@ -109,14 +108,14 @@ fn losses_match_the_reference() {
             weights: numbers(&case["weights"]),
             weight: case["weight"].as_f64().unwrap(),
             mask: (case["mask"] == true).then_some(mask),
-            references: References {
+            loss_inputs: LossInputs {
                 base: of_base.map(|_| vec![base]),
                 unconditional: case.get("guidance").map(|_| vec![unconditional]),
                 guidance_scales: case
                     .get("guidance")
                     .map_or(vec![], |guidance| numbers(&guidance["scales"])),
                 outside_mask: of_base.filter(|base| base.contains("outside")).map(|_| outside),
-                ..References::default()
+                ..LossInputs::default()
             },
         };
         let predict = |_: &[Tensor], _: &Tensor, _: &Conditioning| Ok(vec![prediction.as_tensor().clone()]);

@@ -5,7 +5,7 @@ use crate::autograd::gradients;
 use crate::device::portable::{emulated_kernels, portable};
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{ItemSize, LoadOptions, sd1, sd2, sdxl};
-use crate::testing::{chosen, largest};
+use crate::testing::{largest, sampled_cases};
 
 /// The loss and the gradients of one step.
 type Step = (f32, Vec<Tensor>);
@@ -74,7 +74,7 @@ fn five_steps_of((variant, folder): Tiny, dtype: DType, checkpointing: Checkpoin
             conditioning: model.with_sizes(conditioning, &sizes).unwrap(),
             weights: vec![1.0, 0.5],
             weight: 1.0,
-            references: References::default(),
+            loss_inputs: LossInputs::default(),
             mask: None,
         };
         let (loss, found) = gradients(|| loss_of(&model, &objective, &LossOptions::default(), &batch)).unwrap();
@@ -108,7 +108,7 @@ fn largest_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
 
 #[test]
 fn five_steps_in_f32_equal_those_of_the_slice_kernels() {
-    for tiny in chosen(vec![SD1, SD2, SDXL]) {
+    for tiny in sampled_cases(vec![SD1, SD2, SDXL]) {
         let expected = five_steps_of(tiny, DType::F32, Checkpointing::Off);
         let steps = || five_steps_of(tiny, DType::F32, Checkpointing::Off);
         for (mode, ours) in [("portable", portable(steps)), ("kernels", emulated_kernels(steps))] {
@@ -144,7 +144,7 @@ fn overall_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
 #[test]
 fn checkpointed_steps_equal_resident_steps_in_every_dtype() {
     // The gradients of a tensor that several blocks read are summed in another order, in the dtype of the tensor.
-    for (dtype, tolerance) in chosen(vec![(DType::F32, 1e-5), (DType::F16, 0.01), (DType::BF16, 0.05)]) {
+    for (dtype, tolerance) in sampled_cases(vec![(DType::F32, 1e-5), (DType::F16, 0.01), (DType::BF16, 0.05)]) {
         let resident = portable(|| five_steps(dtype, Checkpointing::Off));
         let checkpointed = portable(|| five_steps(dtype, Checkpointing::Segments { blocks: 2 }));
         let (of_loss, of_gradients) = overall_errors(&checkpointed, &resident);
@@ -159,7 +159,7 @@ fn checkpointed_steps_equal_resident_steps_in_every_dtype() {
 #[test]
 fn steps_in_half_precision_are_finite_and_close_to_f32() {
     let expected = five_steps(DType::F32, Checkpointing::Off);
-    for (dtype, tolerance) in chosen(vec![(DType::BF16, 0.05), (DType::F16, 0.01)]) {
+    for (dtype, tolerance) in sampled_cases(vec![(DType::BF16, 0.05), (DType::F16, 0.01)]) {
         let steps = || five_steps(dtype, Checkpointing::Off);
         for (mode, ours) in [("portable", portable(steps)), ("kernels", emulated_kernels(steps))] {
             let (of_loss, of_gradients) = overall_errors(&ours, &expected);

@@ -9,10 +9,10 @@ use crate::families::sd3::Sd3Model;
 use crate::families::{LoadOptions, Model, SD3};
 use crate::optim::{Adam, AdamParams, Param};
 use crate::rng::TorchGenerator;
-use crate::testing::{chosen, fixtures, in_portable_mode, sd35_large_folder, sd35_without_t5};
+use crate::testing::{fixtures, in_portable_mode, sampled_cases, sd35_large_folder, sd35_without_t5};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, MicroBatch, NoiseDraw, NoiseOptions,
-    References, Trainer, TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossOptions, MicroBatch, NoiseDraw,
+    NoiseOptions, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -77,7 +77,7 @@ fn train(model: &Sd3Model, params: Vec<Param>, report: &Value, name: &str) {
                 conditioning: conditioning.clone(),
                 weights: vec![1.0; texts.len()],
                 weight: 1.0,
-                references: References::default(),
+                loss_inputs: LossInputs::default(),
                 mask: None,
             };
             loss_of(model, &objective, &LossOptions::default(), &batch)
@@ -134,14 +134,14 @@ const VARIANTS: [&str; 4] = ["linear", "attention", "second_attention", "large"]
 
 #[test]
 fn loras_match_the_reference() {
-    for name in chosen(VARIANTS.to_vec()) {
+    for name in sampled_cases(VARIANTS.to_vec()) {
         check_lora(name, Checkpointing::Off);
     }
 }
 
 #[test]
 fn loras_with_gradient_checkpointing_match_the_reference() {
-    for name in chosen(VARIANTS.to_vec()) {
+    for name in sampled_cases(VARIANTS.to_vec()) {
         check_lora(name, Checkpointing::Segments { blocks: 1 });
     }
 }

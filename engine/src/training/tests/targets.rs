@@ -6,8 +6,8 @@ use crate::families::Conditioning;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{
-    Ddpm, DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, LossOptions, MicroBatch, NoiseDraw,
-    NoiseOptions, Objective, References, SnrWeighting, loss,
+    Ddpm, DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossKind, LossOptions, MicroBatch,
+    NoiseDraw, NoiseOptions, Objective, SnrWeighting, loss,
 };
 use candle_core::{Device, Tensor, Var};
 
@@ -85,7 +85,7 @@ impl Case {
             weights: vec![1.0; 2],
             weight: 1.0,
             mask: self.mask.then_some(mask),
-            references: References {
+            loss_inputs: LossInputs {
                 base: corrects_norm.then(|| vec![base]),
                 corrects_norm,
                 unaugmented: self.unaugmented.then(|| vec![unaugmented]),
@@ -93,7 +93,7 @@ impl Case {
                     true => self.objective.stepped_levels(&drawn, 0).unwrap(),
                     false => Vec::new(),
                 },
-                ..References::default()
+                ..LossInputs::default()
             },
             drawn,
         };
@@ -245,7 +245,11 @@ fn models_that_predict_the_velocity_of_diffusion_have_no_source() {
         noise: vec![x.clone()],
         input_noise: Vec::new(),
     };
-    assert!(diffusion(PredictionType::VPrediction).source(&x, &x, &drawn).is_err());
+    assert!(
+        diffusion(PredictionType::VPrediction)
+            .predict_x0_and_weights(&x, &x, &drawn)
+            .is_err()
+    );
     assert!(diffusion(PredictionType::Epsilon).stepped_levels(&drawn, 0).is_err());
     // The last entries of a table step to its end, those of a sampler to no noise at all.
     let drawn = NoiseDraw {

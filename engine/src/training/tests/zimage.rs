@@ -10,8 +10,8 @@ use crate::optim::{Adam, AdamParams, Param};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, in_portable_mode, zimage_folder};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, MicroBatch, NoiseDraw, NoiseOptions,
-    References, Trainer, TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossOptions, MicroBatch, NoiseDraw,
+    NoiseOptions, Trainer, TrainerOptions,
 };
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -58,7 +58,7 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
                 conditioning: conditioning.clone(),
                 weights: vec![1.0; texts.len()],
                 weight: 1.0,
-                references: References::default(),
+                loss_inputs: LossInputs::default(),
                 mask: None,
             };
             loss_of(model, &objective, &LossOptions::default(), &batch)

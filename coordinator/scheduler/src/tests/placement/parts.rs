@@ -89,13 +89,13 @@ impl TestBed {
         running.join("; ")
     }
 
-    fn held(&self, job: &str) -> (SessionId, HeldAttempt) {
+    fn held(&self, job: &str) -> (SessionId, AttemptRef) {
         let current = self.world.state.jobs[&JobId::new(job)]
             .live_attempt()
             .unwrap_or_else(|| panic!("{job} does not run"));
         (
             self.sessions[&current.worker_name],
-            HeldAttempt {
+            AttemptRef {
                 attempt: current.id.clone(),
                 epoch: current.epoch,
             },

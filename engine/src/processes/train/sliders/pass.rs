@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub(super) struct NoisyLatents {
     /// One tensor or several, [b, channels, …], float32.
     pub(super) latents: Vec<Tensor>,
-    /// The time step of each item.
+    /// The timestep of each item.
     pub(super) timesteps: Vec<f32>,
     /// The size of each item.
     pub(super) sizes: Vec<ItemSize>,
@@ -34,7 +34,7 @@ pub(super) struct Pass {
     pub(super) conditioning: Conditioning,
     /// What the model gets, [b, channels, …], float32.
     pub(super) noisy: Vec<Tensor>,
-    /// The time step of each item, [b], float32.
+    /// The timestep of each item, [b], float32.
     pub(super) timesteps: Tensor,
     pub(super) target: SliderTarget,
     /// The loss weight of each item.
@@ -106,7 +106,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The weights of items at these time steps by their signal-to-noise ratio (diffusion models).
+    /// The weights of items at these timesteps by their signal-to-noise ratio (diffusion models).
     pub(super) fn slider_item_weights(&self, timesteps: &[f32]) -> Result<Vec<f32>> {
         let weight = |timestep: &f32| match self.objective.weights_whole_loss() {
             true => Ok(self.objective.loss_weight(*timestep)? as f32),

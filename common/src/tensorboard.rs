@@ -189,7 +189,7 @@ mod tests {
             })),
         };
         write_event(&mut file, &event).unwrap();
-        assert_eq!(hex::encode(file), include_str!("testdata/event_file.hex").trim());
+        assert_eq!(hex::encode(file), include_str!("testdata/tensorboard.hex").trim());
     }
 
     #[test]

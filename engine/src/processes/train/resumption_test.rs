@@ -1,7 +1,7 @@
 //! Compares interrupted trainings with uninterrupted ones, for tests.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at};
-use super::transformer_runs::complete;
+use super::transformer_test_runs::complete;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;

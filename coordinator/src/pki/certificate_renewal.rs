@@ -39,7 +39,8 @@ impl ResolvesServerCert for CurrentCertificate {
 pub(super) struct CertificateRenewal {
     signer: Arc<Signer>,
     current: Arc<CurrentCertificate>,
-    life: Duration,
+    /// How long each certificate is valid.
+    validity: Duration,
     addr: SocketAddr,
     hostnames: Vec<String>,
     /// Names and time of the current certificate.
@@ -65,7 +66,7 @@ impl CertificateRenewal {
         Ok(Self {
             signer,
             current,
-            life: pki.server_life,
+            validity: pki.server_life,
             addr,
             hostnames,
             names,
@@ -82,7 +83,7 @@ impl CertificateRenewal {
     pub(super) async fn run(mut self) {
         let mut wait = Duration::ZERO;
         loop {
-            let due = self.issued.after(self.life * 2 / 3);
+            let due = self.issued.after(self.validity * 2 / 3);
             let left = due.since(wall_clock());
             tokio::time::sleep(left.min(CHECK_INTERVAL).max(wait)).await;
             wait = Duration::ZERO;
@@ -91,7 +92,7 @@ impl CertificateRenewal {
             if now < due && names == self.names {
                 continue;
             }
-            match sign(&self.signer, &names, now, self.life) {
+            match sign(&self.signer, &names, now, self.validity) {
                 Ok(key) => {
                     tracing::info!(names = names.join(", "), "certificate of this coordinator renewed");
                     *self.current.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(key);
@@ -106,8 +107,8 @@ impl CertificateRenewal {
     }
 }
 
-fn sign(signer: &Signer, names: &[String], now: UnixMillis, life: Duration) -> Result<CertifiedKey, PkiError> {
-    let made = signer.ca.issue_server(names, now, life)?;
+fn sign(signer: &Signer, names: &[String], now: UnixMillis, validity: Duration) -> Result<CertifiedKey, PkiError> {
+    let made = signer.ca.issue_server(names, now, validity)?;
     let chain = made.chain.into_iter().map(CertificateDer::from).collect();
     let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(made.key));
     CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(|error| PkiError::Library(error.to_string()))

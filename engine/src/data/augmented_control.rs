@@ -7,14 +7,14 @@ use std::path::Path;
 
 /// How the control images that are drawn are laid over a colour and fitted to their images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DrawnControlOptions {
+pub struct AugmentedControlOptions {
     /// The colour behind transparent images.
     pub background: [u8; 3],
     /// As [`Control::full_size`].
     pub full_size: bool,
 }
 
-impl DrawnControlOptions {
+impl AugmentedControlOptions {
     /// A text that differs between different options. Checkpoints store its hash, so it must not change.
     #[must_use]
     pub fn identity(&self) -> String {

@@ -11,14 +11,14 @@ use candle_core::Tensor;
 use image::RgbImage;
 
 /// An image as it is trained on once.
-pub struct DrawnImage {
+pub struct PreparedImage {
     /// [3, h, w], float32 on the CPU: from -1 to 1, or normalised.
     pub pixels: Tensor,
     /// How the pixels of its mask and of its control image move.
     pub moves: Vec<SpatialChange>,
 }
 
-impl DrawnImage {
+impl PreparedImage {
     /// Loads the image of an item and changes it at random.
     ///
     /// # Errors
