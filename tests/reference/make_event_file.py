@@ -1,4 +1,4 @@
-"""One record of an event file as TensorBoard's own writer makes it: common/src/testdata/event_file.hex."""
+"""One record of an event file as TensorBoard's own writer makes it: common/src/testdata/tensorboard.hex."""
 
 import io
 from pathlib import Path
@@ -15,5 +15,5 @@ event = Event(
 )
 out = io.BytesIO()
 RecordWriter(out).write(event.SerializeToString())
-path = Path(__file__).parents[2] / "common/src/testdata/event_file.hex"
+path = Path(__file__).parents[2] / "common/src/testdata/tensorboard.hex"
 path.write_text(out.getvalue().hex() + "\n")

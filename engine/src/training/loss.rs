@@ -105,7 +105,7 @@ pub struct LossInputs {
     /// Whether `base` corrects the noise in the target ([`LossOptions::norm_correction`]).
     pub corrects_norm: bool,
     /// The unconditional prediction that [`LossOptions::guidance`] moves away from.
-    pub unconditional: Option<Vec<Tensor>>,
+    pub guidance_loss_prediction: Option<Vec<Tensor>>,
     /// The scale of [`LossOptions::guidance`] for each item.
     pub guidance_scales: Vec<f64>,
     /// The weight of each position outside of the masks, [b, 1, …], float32: [`LossMasks::outside`](super::LossMasks::outside).
@@ -405,7 +405,10 @@ impl LatentLoss<'_> {
         let loss_inputs = &self.batch.loss_inputs;
         let (Some(guidance), Some(unconditional)) = (
             self.options.guidance,
-            loss_inputs.unconditional.as_ref().and_then(|all| all.get(self.index)),
+            loss_inputs
+                .guidance_loss_prediction
+                .as_ref()
+                .and_then(|all| all.get(self.index)),
         ) else {
             return Ok(target.clone());
         };

@@ -343,16 +343,16 @@ impl Run<'_> {
         let prompts: Vec<String> = prompts.collect();
         // Without the adapter: in ai-toolkit these prompts are encoded before the training.
         let [without, _] = kept.passes.clone();
-        let (conditional, unconditional) = kept.handle.in_pass(without, || {
-            Ok::<_, EngineError>((self.encode_frozen(&prompts)?, self.unconditional(cfg, count)?))
+        let (conditional, cfg_empty) = kept.handle.in_pass(without, || {
+            Ok::<_, EngineError>((self.encode_frozen(&prompts)?, self.cfg_empty_prompt(cfg, count)?))
         })?;
         let (process, model) = (self.process, &*self.model);
         let conditional = inputs.add_to(process, model, conditional)?;
-        let unconditional = unconditional
+        let cfg_empty = cfg_empty
             .map(|empty| inputs.add_to(process, model, empty))
             .transpose()?;
         let (noisy, times) = self.noisy(&latents, drawn)?;
-        let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
+        let predict = || predict(model, cfg, (&noisy, &times), (cfg_empty.as_ref(), &conditional));
         let [without, with] = kept.passes.clone();
         let base = kept.handle.in_pass(without, predict)?;
         let factor = kept.preservation.multiplier * step_batch.weight;
@@ -377,14 +377,14 @@ impl Run<'_> {
     }
 
     /// The empty prompt for so many items, if the training uses guidance. It is no caption: no text encoder is trained on it.
-    fn unconditional(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
+    fn cfg_empty_prompt(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
         let empty = || vec![String::new(); items];
         cfg.map(|_| self.encode_frozen(&empty())).transpose()
     }
 
     /// The prompt of the unconditional prediction of the guidance loss for so many items, if there is one.
     /// It is encoded without the adapter, as in ai-toolkit, which encodes it before the training.
-    fn contrast_prompt(&mut self, items: usize, handle: Option<&AdapterHandle>) -> Result<Option<Conditioning>> {
+    fn guidance_loss_prompt(&mut self, items: usize, handle: Option<&AdapterHandle>) -> Result<Option<Conditioning>> {
         let train = &self.process.train;
         if !train.do_guidance_loss {
             return Ok(None);
@@ -437,8 +437,8 @@ impl Run<'_> {
             true => None,
             false => Some(self.encode_frozen_prompts(encoded)?),
         };
-        let unconditional = self.unconditional(cfg, captions.len())?;
-        let contrast = self.contrast_prompt(captions.len(), handle)?;
+        let cfg_empty = self.cfg_empty_prompt(cfg, captions.len())?;
+        let guidance_loss_prompt = self.guidance_loss_prompt(captions.len(), handle)?;
         let (process, model) = (self.process, &*self.model);
         let start = Instant::now();
         let items = || {
@@ -462,9 +462,9 @@ impl Run<'_> {
             };
             with_inputs(conditioning)
         };
-        let unconditional = unconditional.map(with_inputs).transpose()?;
+        let cfg_empty = cfg_empty.map(with_inputs).transpose()?;
         let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
-            predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
+            predict(model, cfg, (latents, timesteps), (cfg_empty.as_ref(), conditioning))
         };
         if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
@@ -507,18 +507,18 @@ impl Run<'_> {
             let base = predict(&noisy, &times, &of_class)?;
             loss_inputs.base = Some(base.iter().map(Tensor::detach).collect());
         }
-        if let Some(contrast) = contrast {
+        if let Some(prompt) = guidance_loss_prompt {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
-            let conditioning = with_inputs(contrast)?;
+            let conditioning = with_inputs(prompt)?;
             // Nothing is kept for a backward pass.
-            let unconditional = match (handle, model.detach()) {
+            let prediction = match (handle, model.detach()) {
                 (Some(handle), _) => handle.in_pass(AdapterPass::inference(strength), || {
                     model.predict(&noisy, &times, &conditioning)
                 })?,
                 (None, Some(frozen)) => frozen.predict(&noisy, &times, &conditioning)?,
                 (None, None) => model.predict(&noisy, &times, &conditioning)?,
             };
-            loss_inputs.unconditional = Some(unconditional.iter().map(Tensor::detach).collect());
+            loss_inputs.guidance_loss_prediction = Some(prediction.iter().map(Tensor::detach).collect());
         }
         let forward = || {
             let conditioning = match &cached {

@@ -110,7 +110,7 @@ fn losses_match_the_reference() {
             mask: (case["mask"] == true).then_some(mask),
             loss_inputs: LossInputs {
                 base: of_base.map(|_| vec![base]),
-                unconditional: case.get("guidance").map(|_| vec![unconditional]),
+                guidance_loss_prediction: case.get("guidance").map(|_| vec![unconditional]),
                 guidance_scales: case
                     .get("guidance")
                     .map_or(vec![], |guidance| numbers(&guidance["scales"])),
