@@ -12,6 +12,7 @@ use super::error::{Finding, JobError};
 use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::limits::MAX_DEPTH;
+use super::lm_generate::LmGenerateProcess;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::process::{GenerateProcess, Img2ImgProcess, ProcessKind, TrainerProcess};
 use super::repository::{is_commit, is_repository};
@@ -247,6 +248,7 @@ static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::n
         ("train", SectionTree::of(TrainerProcess::section())),
         ("generate", SectionTree::of(GenerateProcess::section())),
         ("img2_img", SectionTree::of(Img2ImgProcess::section())),
+        ("lm_generate", SectionTree::of(LmGenerateProcess::section())),
         ("caption", SectionTree::of(CaptionProcess::section())),
         ("extract", SectionTree::of(ExtractProcess::section())),
         ("rescale_lora", SectionTree::of(RescaleLoraProcess::section())),

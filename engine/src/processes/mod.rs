@@ -11,6 +11,7 @@ mod generate;
 mod image_generator;
 mod img2img;
 mod job_metadata;
+mod lm_generate;
 mod log_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -106,6 +107,7 @@ fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> 
         ProcessKind::Train(trainer) => train::run(trainer, context),
         ProcessKind::Generate(process) => generate::run(process, context),
         ProcessKind::Img2Img(process) => img2img::run(process, context),
+        ProcessKind::LmGenerate(process) => lm_generate::run(process, context),
         ProcessKind::Extract(process) => extract::run(process, context),
         ProcessKind::RescaleLora(process) => rescale_lora::run(process, context),
         ProcessKind::Extension(process) => extension::run(process, context),

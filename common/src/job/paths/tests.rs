@@ -2,7 +2,7 @@ use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessTyp
 use super::super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, load_yaml, with_line_after};
-use super::super::{caption, extract};
+use super::super::{caption, extract, lm_generate};
 use super::*;
 use std::collections::BTreeSet;
 
@@ -58,6 +58,9 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "datasets.replacements",
             "datasets.diff_output_preservation_class",
             "generate.neg",
+            "generate.stop",
+            "fill.prefix",
+            "fill.suffix",
             "generate.prompt_2",
             "generate.neg_2",
             "generate.trigger_word",
@@ -154,13 +157,14 @@ fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     }
 }
 
-fn sections() -> [SectionInfo; 8] {
+fn sections() -> [SectionInfo; 9] {
     [
         Document::describe(),
         ConfigSection::describe(),
         TrainerProcess::describe(),
         GenerateProcess::describe(),
         Img2ImgProcess::describe(),
+        lm_generate::LmGenerateProcess::describe(),
         caption::CaptionProcess::describe(),
         extract::ExtractProcess::describe(),
         extract::RescaleLoraProcess::describe(),

@@ -38,7 +38,7 @@ pub(super) const INPUTS: [&str; 8] = [
     "lora.safetensors",
 ];
 
-const CONFIGS: [&str; 6] = [
+const CONFIGS: [&str; 7] = [
     "job: extension
 config:
   name: base
@@ -89,6 +89,16 @@ config:
       model: {name_or_path: model, dtype: float32}
       datasets: [{folder_path: data, resolution: 64, default_caption: a cat}]
       generate: {sample_steps: 2}
+cluster: {memory_budget: 768MiB}
+",
+    "job: generate
+config:
+  name: base
+  process:
+    - type: lm_generate
+      output_folder: out
+      model: {name_or_path: model, dtype: float32}
+      generate: {prompts: words.txt, fill: [{prefix: a, suffix: b}], stop: [x], temperature: 0.5, top_k: 3, max_new_tokens: 2}
 cluster: {memory_budget: 768MiB}
 ",
     "job: extract
@@ -156,6 +166,7 @@ impl JobGenerator {
             job::process::TrainerProcess::describe(),
             job::process::GenerateProcess::describe(),
             job::process::Img2ImgProcess::describe(),
+            job::lm_generate::LmGenerateProcess::describe(),
             job::extract::ExtractProcess::describe(),
             job::extract::RescaleLoraProcess::describe(),
         ] {
