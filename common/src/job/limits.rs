@@ -70,6 +70,18 @@ pub const MAX_VALIDATION_SIGMAS: usize = 100;
 pub const MAX_EMBEDDINGS: usize = 64;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
+/// Tokens of a row of a training of a code model: longer than the context of every published model.
+pub const MAX_CONTEXT: u32 = 1 << 20;
+/// Batches of a step of such a training.
+pub const MAX_ACCUMULATION: u32 = 65_536;
+/// How often the data of such a training is repeated.
+pub const MAX_EPOCHS: u32 = 1_000_000;
+/// Patterns of file names of a data set.
+pub const MAX_PATTERNS: usize = 256;
+/// Prompts that such a training completes.
+pub const MAX_LM_SAMPLES: usize = 64;
+/// Rows on which the loss of such a training is measured.
+pub const MAX_VALIDATION_ROWS: u32 = 65_536;
 /// Bytes that one value counts for besides its text.
 pub(crate) const NODE_BYTES: usize = 64;
 

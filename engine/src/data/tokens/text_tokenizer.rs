@@ -1,0 +1,158 @@
+//! Texts to tokens, with the `tokenizer.json` of a model's folder.
+
+use super::fill_in_middle::{FIM_NAMES, FimTokens};
+use crate::error::{EngineError, Result};
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use tokenizers::{Encoding, Tokenizer};
+
+/// The tokenizer of a language model.
+#[derive(Clone, Debug)]
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+    path: PathBuf,
+    /// The token that ends a document.
+    end: Option<u32>,
+    fim: Option<FimTokens>,
+}
+
+impl TextTokenizer {
+    /// Whether a model's folder has a tokenizer.
+    #[must_use]
+    pub fn exists(folder: &Path) -> bool {
+        folder.join("tokenizer.json").is_file()
+    }
+
+    /// Opens the tokenizer of a model with `vocabulary` tokens.
+    ///
+    /// # Errors
+    /// When it is missing or damaged, or has tokens that the model does not have.
+    pub fn open(folder: &Path, vocabulary: usize) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        if !path.is_file() {
+            return Err(EngineError::model_config(
+                &path,
+                "the file is missing: texts need the tokenizer of the model. Copy it from the model's repository, or train on token \
+                 sequences",
+            ));
+        }
+        let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
+        let mut tokenizer =
+            Tokenizer::from_bytes(&bytes).map_err(|error| EngineError::model_config(&path, error.to_string()))?;
+        // A file may say that texts are cut or filled up.
+        tokenizer
+            .with_truncation(None)
+            .map_err(|error| EngineError::model_config(&path, error.to_string()))?;
+        tokenizer.with_padding(None);
+        let largest = tokenizer.get_vocab(true).into_values().max();
+        if let Some(largest) = largest.filter(|id| *id as usize >= vocabulary) {
+            return Err(EngineError::model_config(
+                &path,
+                format!(
+                    "it has the token id {largest}, and the model has {vocabulary} tokens: it is the tokenizer of another model"
+                ),
+            ));
+        }
+        let end = end_token(folder, &tokenizer)?;
+        let fim = FIM_NAMES.iter().find_map(|[prefix, middle, suffix]| {
+            Some(FimTokens {
+                prefix: tokenizer.token_to_id(prefix)?,
+                middle: tokenizer.token_to_id(middle)?,
+                suffix: tokenizer.token_to_id(suffix)?,
+            })
+        });
+        Ok(Self {
+            tokenizer,
+            path,
+            end,
+            fim,
+        })
+    }
+
+    /// The token that ends a document. `None`: the model has none.
+    #[must_use]
+    pub fn end(&self) -> Option<u32> {
+        self.end
+    }
+
+    /// The tokens for fill-in-the-middle.
+    ///
+    /// # Errors
+    /// When the tokenizer has none.
+    pub fn fim(&self) -> Result<FimTokens> {
+        self.fim.ok_or_else(|| {
+            let known: Vec<&str> = FIM_NAMES.iter().map(|names| names[0]).collect();
+            EngineError::bad_input(format!(
+                "{}: fill-in-the-middle needs tokens that mark prefix, middle and suffix ({}, …), and this tokenizer has none: set \
+                 `fim_rate: 0`",
+                self.path.display(),
+                known.join(", ")
+            ))
+        })
+    }
+
+    /// The tokens of a text. `special`: with the tokens that the model has at the beginning of a text.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        Ok(self.encoding(text, special)?.get_ids().to_vec())
+    }
+
+    /// The tokens of a text without special ones, and where each begins in the text, in bytes.
+    pub(super) fn encode_with_starts(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
+        let encoding = self.encoding(text, false)?;
+        let starts = encoding.get_offsets().iter().map(|(start, _)| *start).collect();
+        Ok((encoding.get_ids().to_vec(), starts))
+    }
+
+    fn encoding(&self, text: &str, special: bool) -> Result<Encoding> {
+        self.tokenizer
+            .encode(text, special)
+            .map_err(|error| EngineError::model_config(&self.path, format!("a text could not be converted to tokens: {error}")))
+    }
+
+    /// The text of tokens, without special ones.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.tokenizer
+            .decode(ids, true)
+            .map_err(|error| EngineError::model_config(&self.path, format!("tokens could not be converted to text: {error}")))
+    }
+}
+
+/// The token that ends a document: `eos_token` of `tokenizer_config.json` or of `special_tokens_map.json`, else the (first)
+/// `eos_token_id` of `config.json`.
+fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let path = folder.join(file);
+        let Some(json) = read_json(&path)? else { continue };
+        let token = json.get("eos_token");
+        let name = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
+        if let Some(name) = name {
+            let id = tokenizer.token_to_id(name).ok_or_else(|| {
+                EngineError::model_config(&path, format!("`eos_token` is `{name}`, which tokenizer.json does not have"))
+            })?;
+            return Ok(Some(id));
+        }
+    }
+    let Some(config) = read_json(&folder.join("config.json"))? else {
+        return Ok(None);
+    };
+    let id = config.get("eos_token_id");
+    let id = id.and_then(|id| id.as_u64().or_else(|| id.as_array()?.first()?.as_u64()));
+    Ok(id.and_then(|id| u32::try_from(id).ok()).filter(|id| tokenizer.id_to_token(*id).is_some()))
+}
+
+fn read_json(path: &Path) -> Result<Option<Value>> {
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let bytes = regular::read(path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(path, error))?;
+    let json = serde_json::from_slice(&bytes).map_err(|error| EngineError::model_config(path, error.to_string()))?;
+    Ok(Some(json))
+}
