@@ -3,6 +3,7 @@
 pub mod clip;
 pub mod codec;
 pub mod config;
+pub mod decoder;
 pub mod flux;
 mod gguf_names;
 mod mmdit;

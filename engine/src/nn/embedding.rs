@@ -27,6 +27,12 @@ impl Embedding {
         })
     }
 
+    /// The table, [count, width].
+    #[must_use]
+    pub fn weight(&self) -> &Weight {
+        &self.weight
+    }
+
     /// The number of vectors.
     #[must_use]
     pub fn count(&self) -> usize {

@@ -84,6 +84,33 @@ impl Rotary {
         Self::for_axes(&positions, &[width], theta, pairs)
     }
 
+    /// For any positions, and the angle per position of each pair of features, [width / 2]. Angles are computed in f32, as in
+    /// transformers.
+    ///
+    /// # Errors
+    /// When there are no frequencies.
+    pub fn for_positions(positions: &[u32], frequencies: &[f32], pairs: RotaryPairs) -> candle_core::Result<Self> {
+        if frequencies.is_empty() {
+            candle_core::bail!("rotary: there are no frequencies");
+        }
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for position in positions {
+            for frequency in frequencies {
+                let (s, c) = f64::from(*position as f32 * frequency).sin_cos();
+                cos.push(c as f32);
+                sin.push(s as f32);
+            }
+        }
+        Ok(Self {
+            cos: Arc::new(cos),
+            sin: Arc::new(sin),
+            positions: positions.len(),
+            half: frequencies.len(),
+            pairs,
+            copies: Arc::default(),
+        })
+    }
+
     /// Rotates every head of x [b, positions, heads * width].
     ///
     /// # Errors

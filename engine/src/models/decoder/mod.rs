@@ -1,0 +1,24 @@
+//! Decoder-only language models from Hugging Face folders: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
+//!
+//! The four families share their blocks (a norm, attention, a norm, a feed-forward network); [`DecoderConfig`] says which form each
+//! part has. Names of tensors are those of transformers, so that a folder can be read and written without renaming.
+
+mod block;
+mod cache;
+mod config;
+mod config_json;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) mod formula_weights;
+mod layout;
+mod model;
+mod rope;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+mod token_mask;
+
+pub use cache::KeyValueCache;
+pub use config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
+pub use model::{Decoder, DecoderOptions};
+pub use token_mask::TokenMask;
