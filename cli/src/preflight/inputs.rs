@@ -34,8 +34,13 @@ pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
 
 /// Whether an input is a data set of a training of a code model.
 fn is_lm_dataset(spec: &JobSpec, input: &Input) -> bool {
-    let mut keys = spec.process.iter().enumerate().filter(|(_, process)| process.lm_trainer().is_some());
-    input.kind == InputKind::Dataset && keys.any(|(index, _)| input.key.starts_with(&format!("config.process[{index}].")))
+    let mut keys = spec
+        .process
+        .iter()
+        .enumerate()
+        .filter(|(_, process)| process.lm_trainer().is_some());
+    input.kind == InputKind::Dataset
+        && keys.any(|(index, _)| input.key.starts_with(&format!("config.process[{index}].")))
 }
 
 /// Returns why an existing file cannot be used.
@@ -97,7 +102,9 @@ pub(super) fn missing_message(input: &Input, local: &Path) -> String {
     }
     let repository = match input.kind {
         InputKind::Model | InputKind::Vae => ", and it is not the name of a repository (ORG/NAME)",
-        InputKind::LanguageModel => ": give the folder of the model; a repository of Hugging Face must be downloaded before",
+        InputKind::LanguageModel => {
+            ": give the folder of the model; a repository of Hugging Face must be downloaded before"
+        }
         _ => "",
     };
     let full_path = match local.display().to_string() {

@@ -17,7 +17,8 @@ pub(super) fn folder_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     });
     let problems = folders.filter_map(|(index, process, key, folder)| {
         let mut path = expand(&folder, directory, &env);
-        let has_run_folder = process.trainer().is_some() || process.lm_trainer().is_some() || process.extension().is_some();
+        let has_run_folder =
+            process.trainer().is_some() || process.lm_trainer().is_some() || process.extension().is_some();
         if key != "log_dir" && has_run_folder {
             path.push(&spec.name);
         }

@@ -17,7 +17,9 @@ impl JobSpec {
             // A job may have both; each training does what it can.
             let completes = of_code.iter().any(|training| !training.sample.prompts.is_empty());
             return match outputs.samples && !completes && trainings.is_empty() {
-                true => Err("the section `sample` of its config has no prompts, so there is nothing to sample".to_owned()),
+                true => {
+                    Err("the section `sample` of its config has no prompts, so there is nothing to sample".to_owned())
+                }
                 false => Ok(()),
             };
         }

@@ -10,7 +10,8 @@ use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::layer_rank::LayerRank;
 use super::lm_trainer::{
-    LmDatasetConfig, LmModelConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerProcess, LmValidationConfig,
+    LmDatasetConfig, LmModelConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerProcess,
+    LmValidationConfig,
 };
 use super::logging::LoggingConfig;
 use super::lr_factor::LrFactor;
@@ -85,7 +86,11 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ("`slider.targets[]`", SliderTarget::describe(), false),
         ("`slider.anchors[]`", SliderAnchor::describe(), false),
         ("`slider.datasets[]`", ReferenceDataset::describe(), false),
-        ("`config.process[]`: `lm_trainer` (ours)", LmTrainerProcess::describe(), false),
+        (
+            "`config.process[]`: `lm_trainer` (ours)",
+            LmTrainerProcess::describe(),
+            false,
+        ),
         ("`model` of `lm_trainer`", LmModelConfig::describe(), false),
         ("`network` of `lm_trainer`", LmNetworkConfig::describe(), false),
         ("`datasets[]` of `lm_trainer`", LmDatasetConfig::describe(), false),

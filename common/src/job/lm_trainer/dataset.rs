@@ -47,14 +47,20 @@ fn finish(dataset: &mut LmDatasetConfig, present: &PresentKeys, cx: &mut ReadCon
         cx.error_at("path", "needs the path of a file or a folder");
     }
     if dataset.path.to_ascii_lowercase().ends_with(".parquet") {
-        cx.error_at("path", "Parquet files are not read: convert the data set to JSONL, one record per line");
+        cx.error_at(
+            "path",
+            "Parquet files are not read: convert the data set to JSONL, one record per line",
+        );
     }
     cx.check_not_zero("repeats", dataset.repeats);
     cx.check_at_most("repeats", dataset.repeats, MAX_REPEATS);
     for (key, patterns) in [("include", &dataset.include), ("exclude", &dataset.exclude)] {
         cx.check_item_count(key, patterns.len(), MAX_PATTERNS);
         if patterns.iter().any(|pattern| pattern.trim().is_empty()) {
-            cx.error_at(key, "expected patterns such as `*.rs` or `src/**/*.py`, found an empty one");
+            cx.error_at(
+                key,
+                "expected patterns such as `*.rs` or `src/**/*.py`, found an empty one",
+            );
         }
     }
     let columns = [
@@ -66,7 +72,10 @@ fn finish(dataset: &mut LmDatasetConfig, present: &PresentKeys, cx: &mut ReadCon
         if column.is_empty() {
             cx.error_at(key, "expected the name of a field");
         } else if columns[..index].iter().any(|(_, other)| *other == column) {
-            cx.error_at(key, format!("`{column}` is another column already: each needs a field of its own"));
+            cx.error_at(
+                key,
+                format!("`{column}` is another column already: each needs a field of its own"),
+            );
         }
         if present.has(key) && dataset.kind == LmDatasetKind::Text {
             cx.error_at(key, "has no effect on `kind: text`: remove it, or use `kind: records`");

@@ -75,14 +75,20 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
     if process.context < 2 {
         cx.error_at(
             "context",
-            format!("expected at least 2 tokens, found {}: a token is predicted from those before it", process.context),
+            format!(
+                "expected at least 2 tokens, found {}: a token is predicted from those before it",
+                process.context
+            ),
         );
     }
     cx.check_at_most("context", process.context, MAX_CONTEXT);
     cx.check_in_range("fim_rate", process.fim_rate, 0.0..=1.0);
     cx.check_in_range("fim_spm_rate", process.fim_spm_rate, 0.0..=1.0);
     if present.has("fim_spm_rate") && process.fim_rate == 0.0 {
-        cx.error_at("fim_spm_rate", "has no effect without `fim_rate`: set it, or remove this key");
+        cx.error_at(
+            "fim_spm_rate",
+            "has no effect without `fim_rate`: set it, or remove this key",
+        );
     }
     if process.fim_rate > 0.0 && process.context < MIN_FIM_CONTEXT {
         let message = format!("needs a `context` of at least {MIN_FIM_CONTEXT} tokens: three of them mark the parts");
@@ -93,7 +99,10 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
         cx.error_at("model.quantize", message);
     }
     if let Some(seed) = process.training_seed.filter(|seed| *seed < 0) {
-        cx.error_at("training_seed", format!("expected a whole number of at least 0, found {seed}"));
+        cx.error_at(
+            "training_seed",
+            format!("expected a whole number of at least 0, found {seed}"),
+        );
     }
 }
 

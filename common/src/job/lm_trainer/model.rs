@@ -30,7 +30,11 @@ fn finish(model: &mut LmModelConfig, present: &PresentKeys, cx: &mut ReadContext
 
 fn check(model: &LmModelConfig, path: &str, report: &mut SupportReport) {
     if model.quantize && QType::from_name(&model.qtype).is_none() {
-        let message = format!("`{}` does not work yet; expected one of {}", model.qtype, QType::names());
+        let message = format!(
+            "`{}` does not work yet; expected one of {}",
+            model.qtype,
+            QType::names()
+        );
         report.error(join(path, "qtype"), message);
     }
 }

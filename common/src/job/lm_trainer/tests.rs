@@ -38,7 +38,12 @@ fn a_config_has_its_values_and_inputs() {
     let due: Vec<u64> = (1..=12).filter(|step| validation.is_due(*step, 12)).collect();
     assert_eq!(due, [1, 5, 10, 12]);
     let job = parse(&config(""), Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
-    let inputs: Vec<_> = job.spec.inputs().into_iter().map(|input| (input.config_path, input.kind)).collect();
+    let inputs: Vec<_> = job
+        .spec
+        .inputs()
+        .into_iter()
+        .map(|input| (input.config_path, input.kind))
+        .collect();
     assert_eq!(
         inputs,
         [
@@ -69,7 +74,10 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         ("      train: {decay_steps: 3}\n", "train.decay_steps"),
         ("      train: {steps: 3, warmup_steps: 4}\n", "train.warmup_steps"),
         ("      train: {batch_size: 0}\n", "train.batch_size"),
-        ("      train: {optimizer_params: {speed: 1}}\n", "train.optimizer_params.speed"),
+        (
+            "      train: {optimizer_params: {speed: 1}}\n",
+            "train.optimizer_params.speed",
+        ),
         ("      network: {type: lokr}\n", "network.type"),
         ("      network: {dropout: 0.1}\n", "network.dropout"),
         ("      network: {linear: 0}\n", "network.linear"),
@@ -78,7 +86,10 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         ("      training_seed: -3\n", "training_seed"),
     ] {
         let found = errors(lines);
-        assert!(found.contains(&format!("config.process[0].{key}: ")), "{lines}: {found}");
+        assert!(
+            found.contains(&format!("config.process[0].{key}: ")),
+            "{lines}: {found}"
+        );
     }
     let parquet = config("").replace("path: src", "path: data/train.parquet");
     let found = parse(&parquet, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap_err();

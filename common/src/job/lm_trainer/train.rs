@@ -57,7 +57,18 @@ section! {
 }
 
 /// The steps of a training whose config has neither `steps` nor `epochs`.
-pub const DEFAULT_STEPS: u64 = 1000;
+const DEFAULT_STEPS: u64 = 1000;
+
+impl LmTrainConfig {
+    /// The total number of steps of a training with so many steps in an epoch.
+    #[must_use]
+    pub fn total_steps(&self, steps_per_epoch: u64) -> u64 {
+        match self.epochs {
+            Some(epochs) => u64::from(epochs).saturating_mul(steps_per_epoch),
+            None => self.steps.unwrap_or(DEFAULT_STEPS),
+        }
+    }
+}
 
 fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if train.steps.is_some() && train.epochs.is_some() {
@@ -81,7 +92,10 @@ fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext
     cx.check_in_range("min_lr", train.min_lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("max_grad_norm", train.max_grad_norm, 0.0..=f64::MAX);
     if train.min_lr > train.lr {
-        cx.error_at("min_lr", format!("expected at most `lr`, which is {}, found {}", train.lr, train.min_lr));
+        cx.error_at(
+            "min_lr",
+            format!("expected at most `lr`, which is {}, found {}", train.lr, train.min_lr),
+        );
     }
     if train.min_lr > 0.0 && train.lr_scheduler == LmScheduler::Constant {
         cx.error_at("min_lr", "has no effect on `lr_scheduler: constant`: remove it");
@@ -90,12 +104,21 @@ fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext
         cx.error_at("decay_steps", "is for `lr_scheduler: wsd`: remove it, or use that");
     }
     if train.decay_steps == Some(0) {
-        cx.error_at("decay_steps", "expected at least 1, found 0; for a constant rate use `lr_scheduler: constant`");
+        cx.error_at(
+            "decay_steps",
+            "expected at least 1, found 0; for a constant rate use `lr_scheduler: constant`",
+        );
     }
     if let Some(steps) = train.steps {
-        for (key, value) in [("warmup_steps", train.warmup_steps), ("decay_steps", train.decay_steps.unwrap_or(0))] {
+        for (key, value) in [
+            ("warmup_steps", train.warmup_steps),
+            ("decay_steps", train.decay_steps.unwrap_or(0)),
+        ] {
             if value > steps {
-                cx.error_at(key, format!("expected at most `steps`, which is {steps}, found {value}"));
+                cx.error_at(
+                    key,
+                    format!("expected at most `steps`, which is {steps}, found {value}"),
+                );
             }
         }
     }

@@ -66,7 +66,9 @@ impl DocumentStore {
         }
         self.hash.update(document.length.to_le_bytes());
         self.hash.update(&bytes);
-        self.writer.write_all(&bytes).map_err(|error| EngineError::io(&self.path, error))?;
+        self.writer
+            .write_all(&bytes)
+            .map_err(|error| EngineError::io(&self.path, error))?;
         self.tokens += u64::from(document.length);
         Ok(document)
     }

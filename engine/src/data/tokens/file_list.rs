@@ -29,7 +29,8 @@ impl FileFilter {
 
 /// Whether a name ends with a dot and these letters, in any case.
 pub(super) fn has_ending(name: &str, ending: &str) -> bool {
-    name.rsplit_once('.').is_some_and(|(_, last)| last.eq_ignore_ascii_case(ending))
+    name.rsplit_once('.')
+        .is_some_and(|(_, last)| last.eq_ignore_ascii_case(ending))
 }
 
 /// The files of a data set at `path`, in the order of their paths: the file itself, or those of a folder and of its folders. Names that

@@ -24,7 +24,11 @@ impl Patterns {
                 name => Segment::Name(WildMatch::new(name)),
             });
             let is_name = !pattern.contains('/');
-            is_name.then_some(Segment::AnyFolders).into_iter().chain(segments).collect()
+            is_name
+                .then_some(Segment::AnyFolders)
+                .into_iter()
+                .chain(segments)
+                .collect()
         };
         Self(patterns.iter().map(parse).collect())
     }

@@ -253,7 +253,9 @@ impl Reader<'_> {
     fn add_record(&mut self, record: Record, source: &DataSource) -> Result<()> {
         match record {
             Record::Text(text) => self.add_text(&text, source),
-            Record::Tokens(ids) => self.add_document(source, |reader, generator| Ok(reader.cut_tokens(&ids, generator))),
+            Record::Tokens(ids) => {
+                self.add_document(source, |reader, generator| Ok(reader.cut_tokens(&ids, generator)))
+            }
             Record::Pair { prompt, completion } => {
                 let tokenizer = tokenizer_of(&self.options)?;
                 let mut ids = tokenizer.encode(&prompt, true)?;
@@ -349,7 +351,9 @@ impl Reader<'_> {
                 None if ids.len() == length => tokenizer.encode(text, true)?,
                 None => ids[first..last].to_vec(),
                 Some(cut) => {
-                    let parts = cut.parts.map(|part| tokenizer.encode(&piece[positions[part.start]..positions[part.end]], false));
+                    let parts = cut
+                        .parts
+                        .map(|part| tokenizer.encode(&piece[positions[part.start]..positions[part.end]], false));
                     let [prefix, middle, suffix] = parts;
                     let end = usize::from(tokenizer.end().is_some());
                     let mut joined = fim.join([&prefix?, &middle?, &suffix?], cut.is_spm, most - end);
@@ -419,7 +423,11 @@ impl Reader<'_> {
             let why = notes.join("; ");
             return Err(EngineError::bad_input(format!(
                 "datasets: there is nothing to train on{}",
-                if why.is_empty() { String::new() } else { format!(": {why}") }
+                if why.is_empty() {
+                    String::new()
+                } else {
+                    format!(": {why}")
+                }
             )));
         }
         self.data.store.finish()?;
@@ -432,7 +440,10 @@ const CUT_TOKENS: usize = 8;
 
 /// The nearest boundary of a character at or before a position.
 fn boundary(text: &str, at: usize) -> usize {
-    (0..=at.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
+    (0..=at.min(text.len()))
+        .rev()
+        .find(|at| text.is_char_boundary(*at))
+        .unwrap_or(0)
 }
 
 /// The pieces of a document of at most `context` tokens each. `given`: so many tokens at its beginning are not trained on.

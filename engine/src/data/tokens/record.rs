@@ -10,13 +10,13 @@ const TOKEN_FIELDS: [&str; 2] = ["tokens", "input_ids"];
 
 /// The names of the columns of a data set.
 #[derive(Clone, Debug)]
-pub struct Columns {
+pub(super) struct Columns {
     /// A text to train on.
-    pub text: String,
+    pub(super) text: String,
     /// A text that is given.
-    pub prompt: String,
+    pub(super) prompt: String,
     /// The text that follows the prompt.
-    pub completion: String,
+    pub(super) completion: String,
 }
 
 /// A value of a data set, without what is not needed of it. Its token ids may be any whole numbers.
@@ -61,7 +61,11 @@ impl RawRecord {
         for name in TOKEN_FIELDS {
             match fields.remove(name) {
                 Some(Field::Tokens(tokens)) => return checked_ids(tokens, vocabulary).map(Record::Tokens),
-                Some(_) => return Err(format!("`{name}`: expected a list of token ids, which are whole numbers")),
+                Some(_) => {
+                    return Err(format!(
+                        "`{name}`: expected a list of token ids, which are whole numbers"
+                    ));
+                }
                 None => {}
             }
         }
@@ -91,7 +95,11 @@ impl RawRecord {
                 columns.text,
                 columns.prompt,
                 columns.completion,
-                if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+                if names.is_empty() {
+                    "none".to_owned()
+                } else {
+                    names.join(", ")
+                }
             )),
         }
     }
@@ -222,7 +230,9 @@ impl<'de> Visitor<'de> for RecordVisitor {
     fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<RawRecord, A::Error> {
         match read_numbers(items)? {
             Some(numbers) => Ok(RawRecord::Tokens(numbers)),
-            None => Err(A::Error::custom("expected a list of token ids, which are whole numbers")),
+            None => Err(A::Error::custom(
+                "expected a list of token ids, which are whole numbers",
+            )),
         }
     }
 

@@ -154,7 +154,9 @@ impl Document<'_> {
             match record {
                 RawRecord::Number(number) if !has_records => numbers.push(number),
                 _ if !numbers.is_empty() => {
-                    return Err(A::Error::custom("expected a list of token ids, which are whole numbers"));
+                    return Err(A::Error::custom(
+                        "expected a list of token ids, which are whole numbers",
+                    ));
                 }
                 record => {
                     has_records = true;

@@ -109,9 +109,9 @@ impl TextTokenizer {
     }
 
     fn encoding(&self, text: &str, special: bool) -> Result<Encoding> {
-        self.tokenizer
-            .encode(text, special)
-            .map_err(|error| EngineError::model_config(&self.path, format!("a text could not be converted to tokens: {error}")))
+        self.tokenizer.encode(text, special).map_err(|error| {
+            EngineError::model_config(&self.path, format!("a text could not be converted to tokens: {error}"))
+        })
     }
 
     /// The text of tokens, without special ones.
@@ -119,9 +119,9 @@ impl TextTokenizer {
     /// # Errors
     /// When the tokenizer fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.tokenizer
-            .decode(ids, true)
-            .map_err(|error| EngineError::model_config(&self.path, format!("tokens could not be converted to text: {error}")))
+        self.tokenizer.decode(ids, true).map_err(|error| {
+            EngineError::model_config(&self.path, format!("tokens could not be converted to text: {error}"))
+        })
     }
 }
 
@@ -135,7 +135,10 @@ fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let name = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
         if let Some(name) = name {
             let id = tokenizer.token_to_id(name).ok_or_else(|| {
-                EngineError::model_config(&path, format!("`eos_token` is `{name}`, which tokenizer.json does not have"))
+                EngineError::model_config(
+                    &path,
+                    format!("`eos_token` is `{name}`, which tokenizer.json does not have"),
+                )
             })?;
             return Ok(Some(id));
         }
@@ -145,7 +148,9 @@ fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
     };
     let id = config.get("eos_token_id");
     let id = id.and_then(|id| id.as_u64().or_else(|| id.as_array()?.first()?.as_u64()));
-    Ok(id.and_then(|id| u32::try_from(id).ok()).filter(|id| tokenizer.id_to_token(*id).is_some()))
+    Ok(id
+        .and_then(|id| u32::try_from(id).ok())
+        .filter(|id| tokenizer.id_to_token(*id).is_some()))
 }
 
 fn read_json(path: &Path) -> Result<Option<Value>> {

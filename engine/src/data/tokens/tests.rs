@@ -1,0 +1,1 @@
+//! Documents, rows and batches.
