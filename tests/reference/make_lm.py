@@ -24,8 +24,10 @@ from make_decoder import COMMON, CONFIGS, tokens
 
 OUT = Path(__file__).resolve().parent.parent / "fixtures" / "lm_training.json"
 STEPS, CONTEXT, SEED = 20, 16, 7
-# The tokens of the tests' tokenizer: the id of a byte is its value.
-END, PREFIX, MIDDLE, SUFFIX = 256, 257, 258, 259
+# The tokens of the tests' tokenizer (engine/src/models/decoder/byte_tokenizer.rs).
+END, PREFIX, SUFFIX, MIDDLE = 256, 257, 258, 259
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {byte: index for index, byte in enumerate(PRINTABLE + [byte for byte in range(256) if byte not in PRINTABLE])}
 
 
 def generator(*key):
@@ -57,6 +59,11 @@ TEXTS = [
 PAIRS = [("fn f", "() {}"), ("let a =", " 4;"), ("// a prompt that is long", " x"), ("", "y = 2"), ("z", " = 3;")]
 
 
+def encode(text):
+    """The tokens of a text: its bytes, in GPT-2's order."""
+    return [BYTES[byte] for byte in text.encode()]
+
+
 def windows(ids, given=0):
     for start in range(0, len(ids), CONTEXT):
         piece = ids[start : start + CONTEXT]
@@ -83,11 +90,11 @@ def fim_pieces(text, index, rate, spm_rate):
         drawn = torch.rand(4, dtype=torch.float64, generator=source).tolist()
         found = cut(len(piece), drawn, rate, spm_rate)
         if found is None:
-            ids = list(raw[first:last]) + ([END] if last == len(raw) else [])
+            ids = [BYTES[byte] for byte in raw[first:last]] + ([END] if last == len(raw) else [])
             yield ids[:CONTEXT]
             continue
         (a, b), is_spm = found
-        prefix, middle, suffix = (list(part.encode()) for part in (piece[:a], piece[a:b], piece[b:]))
+        prefix, middle, suffix = (encode(part) for part in (piece[:a], piece[a:b], piece[b:]))
         room = CONTEXT - 1 - 3
         middle = middle[:room]
         prefix = prefix[max(0, len(prefix) - (room - len(middle))) :]
@@ -106,13 +113,13 @@ def documents(kind, vocabulary):
             found += windows(ids)
     elif kind == "texts":
         for text in TEXTS:
-            found += windows([*text.encode(), END])
+            found += windows([*encode(text), END])
     elif kind == "fim":
         for index, text in enumerate(TEXTS):
             found += [(ids, 0) for ids in fim_pieces(text, index, 0.7, 0.5)]
     else:
         for prompt, completion in PAIRS:
-            ids = [*prompt.encode(), *completion.encode(), END]
+            ids = [*encode(prompt), *encode(completion), END]
             found += windows(ids, len(prompt.encode()))
     return [(ids, given) for ids, given in found if len(ids) >= 2 and given < len(ids)]
 
@@ -219,11 +226,11 @@ def train(case):
         scheduler.step()
         optimizer.zero_grad()
         losses.append(total)
-    changes = {}
-    for name, p in sorted(trained):
+    changes = []
+    for name, p in sorted(trained, key=lambda one: one[0]):
         change = (p.detach() - initial[name]).flatten()
         probe = formula("probe", (change.numel(),), 1.0)
-        changes[name] = digits(torch.stack([probe @ change, change.norm()]), 5)
+        changes += digits(torch.stack([probe @ change, change.norm()]), 5)
     return {**case, "documents": len(docs), "losses": digits(torch.tensor(losses, dtype=torch.float64)), "rates": digits(torch.tensor(rates, dtype=torch.float64)), "changes": changes}
 
 

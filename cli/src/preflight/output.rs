@@ -65,6 +65,7 @@ fn output_folder(process: &Process) -> Option<(&'static str, &str)> {
         ProcessKind::Extension(process) => Some(("training_folder", process.training_folder.as_deref()?)),
         ProcessKind::Generate(process) => Some(("output_folder", &process.output_folder)),
         ProcessKind::Img2Img(process) => Some(("output_folder", &process.output_folder)),
+        ProcessKind::LmGenerate(process) => Some(("output_folder", &process.output_folder)),
         _ => None,
     }
 }

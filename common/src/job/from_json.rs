@@ -12,6 +12,8 @@ use super::error::{Finding, JobError};
 use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::limits::MAX_DEPTH;
+use super::lm_generate::LmGenerateProcess;
+use super::lm_trainer::LmTrainerProcess;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::process::{GenerateProcess, Img2ImgProcess, ProcessKind, TrainerProcess};
 use super::repository::{is_commit, is_repository};
@@ -245,8 +247,10 @@ static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::n
         ("config", SectionTree::of(ConfigSection::section())),
         ("cluster", SectionTree::default()),
         ("train", SectionTree::of(TrainerProcess::section())),
+        ("lm_train", SectionTree::of(LmTrainerProcess::section())),
         ("generate", SectionTree::of(GenerateProcess::section())),
         ("img2_img", SectionTree::of(Img2ImgProcess::section())),
+        ("lm_generate", SectionTree::of(LmGenerateProcess::section())),
         ("caption", SectionTree::of(CaptionProcess::section())),
         ("extract", SectionTree::of(ExtractProcess::section())),
         ("rescale_lora", SectionTree::of(RescaleLoraProcess::section())),

@@ -68,6 +68,18 @@ pub const MAX_VALIDATION_ITEMS: usize = 256;
 pub const MAX_VALIDATION_SIGMAS: usize = 100;
 /// Files of `model.embedding_paths`.
 pub const MAX_EMBEDDINGS: usize = 64;
+/// Tokens of a generated text.
+pub const MAX_NEW_TOKENS: u32 = 1_048_576;
+/// Completions of a prompt.
+pub const MAX_COMPLETIONS: u32 = 10_000;
+/// Texts that are generated at a time.
+pub const MAX_TEXT_BATCH: u32 = 1_024;
+/// Gaps of `generate.fill`.
+pub const MAX_FILL_ITEMS: usize = 100_000;
+/// Texts that end a completion.
+pub const MAX_STOPS: usize = 64;
+/// Bytes of a text that ends a completion.
+pub const MAX_STOP_BYTES: usize = 1_024;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
 /// Tokens of a row of a training of a code model: longer than the context of every published model.

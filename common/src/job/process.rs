@@ -9,6 +9,7 @@ use super::embedding::EmbeddingConfig;
 use super::extension::{EXTENSION_PREFIX, ExtensionProcess, ExtensionType};
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
+use super::lm_generate::LmGenerateProcess;
 use super::lm_trainer::LmTrainerProcess;
 use super::logging::LoggingConfig;
 use super::model::ModelConfig;
@@ -397,6 +398,8 @@ pub enum ProcessKind {
     Generate(Box<GenerateProcess>),
     /// `batch_img2img`.
     Img2Img(Box<Img2ImgProcess>),
+    /// `lm_generate`.
+    LmGenerate(Box<LmGenerateProcess>),
     /// A captioner.
     Caption(Box<CaptionProcess>),
     /// `locon` or `lora`.
@@ -426,6 +429,7 @@ macro_rules! match_process {
             ProcessKind::LmTrain($process) => $body,
             ProcessKind::Generate($process) => $body,
             ProcessKind::Img2Img($process) => $body,
+            ProcessKind::LmGenerate($process) => $body,
             ProcessKind::Caption($process) => $body,
             ProcessKind::Extract($process) => $body,
             ProcessKind::RescaleLora($process) => $body,
@@ -513,6 +517,7 @@ impl FieldValue for Process {
             ProcessType::LmTrainer => ProcessKind::LmTrain(FieldValue::read(node, cx)?),
             ProcessType::ToFolder => ProcessKind::Generate(FieldValue::read(node, cx)?),
             ProcessType::BatchImg2Img => ProcessKind::Img2Img(FieldValue::read(node, cx)?),
+            ProcessType::LmGenerate => ProcessKind::LmGenerate(FieldValue::read(node, cx)?),
             ProcessType::Qwen3VlCaptioner
             | ProcessType::Qwen3OmniCaptioner
             | ProcessType::Ideogram4Captioner

@@ -3,7 +3,7 @@
 use super::declare::choices;
 
 const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`, `lm_trainer`), makes images (`to_folder`, \
-                     `batch_img2img`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
+                     `batch_img2img`), generates texts (`lm_generate`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
                      a program of your own runs as `extension:NAME` (docs/extensions.md)";
 
 choices! {
@@ -51,6 +51,8 @@ choices! {
         ExampleMergeExtension = "example_merge_extension", Refused(LATER);
         /// Images from prompts.
         ToFolder = "to_folder", Works;
+        /// Texts from a language model.
+        LmGenerate = "lm_generate", Works;
         /// Slider between prompts, without images.
         Slider = "slider", Works;
         /// The predecessor of `slider`.
@@ -111,7 +113,7 @@ impl ProcessType {
     #[must_use]
     pub fn job(self) -> JobKind {
         match self {
-            Self::ToFolder => JobKind::Generate,
+            Self::ToFolder | Self::LmGenerate => JobKind::Generate,
             Self::Slider | Self::SliderOld | Self::RescaleSd | Self::Vae | Self::Esrgan => JobKind::Train,
             Self::ExtractLocon | Self::ExtractLora => JobKind::Extract,
             Self::RescaleLora => JobKind::Mod,

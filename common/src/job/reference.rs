@@ -9,6 +9,8 @@ use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::layer_rank::LayerRank;
+use super::lm_generate;
+use super::lm_generate::{FillItem, LmGenerateConfig, LmGenerateProcess};
 use super::lm_trainer::{
     LmDatasetConfig, LmModelConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerProcess,
     LmValidationConfig,
@@ -73,6 +75,18 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ("`generate` of `to_folder`", GenerateConfig::describe(), false),
         ("`config.process[]`: `batch_img2img`", Img2ImgProcess::describe(), false),
         ("`generate` of `batch_img2img`", Img2ImgConfig::describe(), false),
+        (
+            "`config.process[]`: `lm_generate` (ours)",
+            LmGenerateProcess::describe(),
+            false,
+        ),
+        (
+            "`model` of `lm_generate`",
+            lm_generate::LmModelConfig::describe(),
+            false,
+        ),
+        ("`generate` of `lm_generate`", LmGenerateConfig::describe(), false),
+        ("`generate.fill[]` of `lm_generate`", FillItem::describe(), false),
         ("`network.layer_ranks[]` (ours)", LayerRank::describe(), false),
         ("`train.lr_factors[]` (ours)", LrFactor::describe(), false),
         ("`train.validation_config`", ValidationConfig::describe(), false),

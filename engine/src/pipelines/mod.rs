@@ -1,4 +1,5 @@
 //! Text-to-image and image-to-image for every family, as the pipelines of diffusers 0.42.1. With a CPU generator of the same seed the images are the same.
+//! And texts of language models ([`text`]).
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -12,6 +13,7 @@ mod sample;
 mod single_file_tests;
 #[cfg(test)]
 mod tests;
+pub mod text;
 
 pub use pipeline::{GenerateRequest, OnStep, Pipeline, SkipLayerGuidance};
 pub(crate) use sample::to_generate_request;

@@ -11,6 +11,7 @@ mod generate;
 mod image_generator;
 mod img2img;
 mod job_metadata;
+mod lm_generate;
 mod lm_train;
 mod log_file;
 #[cfg(test)]
@@ -108,6 +109,7 @@ fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> 
         ProcessKind::LmTrain(process) => lm_train::run(process, context),
         ProcessKind::Generate(process) => generate::run(process, context),
         ProcessKind::Img2Img(process) => img2img::run(process, context),
+        ProcessKind::LmGenerate(process) => lm_generate::run(process, context),
         ProcessKind::Extract(process) => extract::run(process, context),
         ProcessKind::RescaleLora(process) => rescale_lora::run(process, context),
         ProcessKind::Extension(process) => extension::run(process, context),

@@ -2,7 +2,7 @@ use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessTyp
 use super::super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, load_yaml, with_line_after};
-use super::super::{caption, extract, lm_trainer};
+use super::super::{caption, extract, lm_generate, lm_trainer};
 use super::*;
 use std::collections::BTreeSet;
 
@@ -65,6 +65,9 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "network.ignore_if_contains",
             "datasets.diff_output_preservation_class",
             "generate.neg",
+            "generate.stop",
+            "fill.prefix",
+            "fill.suffix",
             "generate.prompt_2",
             "generate.neg_2",
             "generate.trigger_word",
@@ -161,7 +164,7 @@ fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     }
 }
 
-fn sections() -> [SectionInfo; 9] {
+fn sections() -> [SectionInfo; 10] {
     [
         Document::describe(),
         ConfigSection::describe(),
@@ -169,6 +172,7 @@ fn sections() -> [SectionInfo; 9] {
         GenerateProcess::describe(),
         Img2ImgProcess::describe(),
         lm_trainer::LmTrainerProcess::describe(),
+        lm_generate::LmGenerateProcess::describe(),
         caption::CaptionProcess::describe(),
         extract::ExtractProcess::describe(),
         extract::RescaleLoraProcess::describe(),

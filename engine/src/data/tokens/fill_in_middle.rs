@@ -27,20 +27,6 @@ pub struct FimTokens {
     pub suffix: u32,
 }
 
-/// The names of these tokens in tokenizers of published models: prefix, middle, suffix.
-pub(super) const FIM_NAMES: [[&str; 3]; 5] = [
-    // StarCoder, StarCoder2.
-    ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"],
-    // Qwen2.5-Coder.
-    ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"],
-    // SantaCoder.
-    ["<fim-prefix>", "<fim-middle>", "<fim-suffix>"],
-    // Code Llama.
-    ["▁<PRE>", "▁<MID>", "▁<SUF>"],
-    // DeepSeek Coder.
-    ["<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"],
-];
-
 /// How a document is cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Cut {

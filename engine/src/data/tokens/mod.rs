@@ -5,6 +5,7 @@
 //! the tokens of some rows. Everything is a function of the files, the config and the seed: a run that resumes has the same batches.
 
 mod batch;
+mod document_tokenizer;
 mod documents;
 mod file_list;
 mod fill_in_middle;
@@ -17,12 +18,11 @@ mod rows;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
-mod text_tokenizer;
 
 pub use batch::TokenBatch;
+pub use document_tokenizer::DocumentTokenizer;
 pub use documents::{Document, DocumentStore};
 pub use fill_in_middle::{FimRates, FimTokens};
 pub use order::RowOrder;
 pub use reader::{DataSource, ReadData, ReadOptions, SourceKind, read_documents};
 pub use rows::RowPlan;
-pub use text_tokenizer::TextTokenizer;

@@ -1,12 +1,12 @@
 //! Reads data sets into a [`DocumentStore`].
 
+use super::document_tokenizer::DocumentTokenizer;
 use super::documents::{Document, DocumentStore, MAX_DOCUMENTS};
 use super::file_list::{FileFilter, has_ending, list_files};
 use super::fill_in_middle::{FimRates, FimTokens};
 use super::patterns::Patterns;
 use super::record::{Columns, Record};
 use super::record_file::read_records;
-use super::text_tokenizer::TextTokenizer;
 use crate::error::{EngineError, Result};
 use crate::rng::{TorchGenerator, generator_for};
 use aitk_common::fsutil::regular;
@@ -65,7 +65,7 @@ pub struct ReadOptions<'a> {
     /// The share of the documents that are held out.
     pub held_out: f64,
     /// The tokenizer, where the model has one.
-    pub tokenizer: Option<&'a TextTokenizer>,
+    pub tokenizer: Option<&'a DocumentTokenizer>,
     /// The model's folder, for messages.
     pub model: &'a Path,
 }
@@ -116,7 +116,7 @@ pub fn read_documents(
     reader.finish()
 }
 
-fn tokenizer_of<'a>(options: &ReadOptions<'a>) -> Result<&'a TextTokenizer> {
+fn tokenizer_of<'a>(options: &ReadOptions<'a>) -> Result<&'a DocumentTokenizer> {
     options.tokenizer.ok_or_else(|| {
         EngineError::bad_input(format!(
             "{}: the model's folder has no tokenizer.json, which texts need: copy it from the model's repository, or train on token \
@@ -328,7 +328,12 @@ impl Reader<'_> {
     }
 
     /// The pieces of a text for fill-in-the-middle, each cut between characters or left as it is.
-    fn cut_text(&self, tokenizer: &TextTokenizer, text: &str, generator: &mut TorchGenerator) -> Result<Vec<Tokens>> {
+    fn cut_text(
+        &self,
+        tokenizer: &DocumentTokenizer,
+        text: &str,
+        generator: &mut TorchGenerator,
+    ) -> Result<Vec<Tokens>> {
         let Some(fim) = self.fim else {
             return Ok(Vec::new());
         };

@@ -24,6 +24,13 @@ enum EndTokens {
     Many(Vec<u32>),
 }
 
+/// The keys of `generation_config.json` that are used.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct GenerationJson {
+    eos_token_id: Option<EndTokens>,
+}
+
 /// The keys of `gpt_bigcode`.
 #[derive(Debug, Deserialize)]
 #[serde(default)]
@@ -105,7 +112,18 @@ impl DecoderConfig {
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let value = config::read_json(&path)?;
-        Self::from_json(value).map_err(|message| EngineError::model_config(path, message))
+        let mut config = Self::from_json(value).map_err(|message| EngineError::model_config(path, message))?;
+        // As in transformers, the tokens that end a generated text are those of this file, if it has some.
+        let path = folder.join("generation_config.json");
+        if path.is_file() {
+            let json: GenerationJson = config::read(&path)?;
+            if json.eos_token_id.is_some() {
+                let ids = end_tokens(json.eos_token_id).map_err(|message| EngineError::model_config(path, message))?;
+                config.end_tokens = ids;
+                config.end_tokens.retain(|id| (*id as usize) < config.vocab_size);
+            }
+        }
+        Ok(config)
     }
 
     /// The config of a parsed `config.json`.

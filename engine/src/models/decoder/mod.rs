@@ -4,6 +4,9 @@
 //! part has. Names of tensors are those of transformers, so that a folder can be read and written without renaming.
 
 mod block;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) mod byte_tokenizer;
 mod cache;
 mod config;
 mod config_json;
@@ -17,8 +20,10 @@ mod rope;
 #[allow(clippy::unwrap_used)]
 mod tests;
 mod token_mask;
+mod tokenizer;
 
 pub use cache::KeyValueCache;
 pub use config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
 pub use model::{Decoder, DecoderOptions};
 pub use token_mask::TokenMask;
+pub use tokenizer::{FillTokens, TextTokenizer};

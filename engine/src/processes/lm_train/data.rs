@@ -3,7 +3,7 @@
 use super::super::context::Context;
 use crate::data::tokens::DocumentStore;
 use crate::data::tokens::{
-    DataSource, FimRates, ReadOptions, RowOrder, RowPlan, SourceKind, TextTokenizer, TokenBatch, read_documents,
+    DataSource, DocumentTokenizer, FimRates, ReadOptions, RowOrder, RowPlan, SourceKind, TokenBatch, read_documents,
 };
 use crate::error::{EngineError, Result};
 use aitk_common::job::lm_trainer::{LmDatasetConfig, LmDatasetKind, LmTrainerProcess};
@@ -26,7 +26,7 @@ impl Data {
     pub(super) fn read(
         process: &LmTrainerProcess,
         (seed, vocabulary): (u64, usize),
-        (model, tokenizer): (&Path, Option<&TextTokenizer>),
+        (model, tokenizer): (&Path, Option<&DocumentTokenizer>),
         folder: &Path,
         cx: &mut Context<'_>,
     ) -> Result<Self> {

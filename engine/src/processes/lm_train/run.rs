@@ -6,7 +6,7 @@ use super::super::train::record::StepRecorder;
 use super::checkpoint::resumed_seed;
 use super::data::Data;
 use super::target::Target;
-use crate::data::tokens::TextTokenizer;
+use crate::data::tokens::DocumentTokenizer;
 use crate::device::allocator::FreePages;
 use crate::device::{self, Compute};
 use crate::error::{EngineError, Result};
@@ -33,7 +33,7 @@ pub(super) struct Run<'a> {
     /// The folder of the base model on this machine.
     pub(super) model_folder: PathBuf,
     /// `None`: the model's folder has none.
-    pub(super) tokenizer: Option<TextTokenizer>,
+    pub(super) tokenizer: Option<DocumentTokenizer>,
     pub(super) model: Decoder,
     /// The model for measuring and completing, where the weights of `model` are tracked.
     pub(super) frozen: Option<Decoder>,
@@ -80,8 +80,8 @@ impl<'a> Run<'a> {
         let model_folder = cx.local_path(&process.model.name_or_path)?;
         let config = DecoderConfig::read(&model_folder)?;
         check_context(process, &config, cx)?;
-        let tokenizer = match TextTokenizer::exists(&model_folder) {
-            true => Some(TextTokenizer::open(&model_folder, config.vocab_size)?),
+        let tokenizer = match DocumentTokenizer::exists(&model_folder) {
+            true => Some(DocumentTokenizer::open(&model_folder, config.vocab_size)?),
             false => None,
         };
         if tokenizer.is_none() && !process.sample.prompts.is_empty() {

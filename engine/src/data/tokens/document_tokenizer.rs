@@ -1,24 +1,22 @@
-//! Texts to tokens, with the `tokenizer.json` of a model's folder.
+//! Texts to tokens of documents, with the tokenizer of a model's folder.
 
-use super::fill_in_middle::{FIM_NAMES, FimTokens};
+use super::fill_in_middle::FimTokens;
 use crate::error::{EngineError, Result};
+use crate::models::decoder::TextTokenizer;
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use tokenizers::{Encoding, Tokenizer};
 
-/// The tokenizer of a language model.
+/// The tokenizer of a language model, with the token that ends a document.
 #[derive(Clone, Debug)]
-pub struct TextTokenizer {
-    tokenizer: Tokenizer,
-    path: PathBuf,
-    /// The token that ends a document.
+pub struct DocumentTokenizer {
+    base: TextTokenizer,
     end: Option<u32>,
-    fim: Option<FimTokens>,
 }
 
-impl TextTokenizer {
+impl DocumentTokenizer {
     /// Whether a model's folder has a tokenizer.
     #[must_use]
     pub fn exists(folder: &Path) -> bool {
@@ -30,45 +28,9 @@ impl TextTokenizer {
     /// # Errors
     /// When it is missing or damaged, or has tokens that the model does not have.
     pub fn open(folder: &Path, vocabulary: usize) -> Result<Self> {
-        let path = folder.join("tokenizer.json");
-        if !path.is_file() {
-            return Err(EngineError::model_config(
-                &path,
-                "the file is missing: texts need the tokenizer of the model. Copy it from the model's repository, or train on token \
-                 sequences",
-            ));
-        }
-        let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
-        let mut tokenizer =
-            Tokenizer::from_bytes(&bytes).map_err(|error| EngineError::model_config(&path, error.to_string()))?;
-        // A file may say that texts are cut or filled up.
-        tokenizer
-            .with_truncation(None)
-            .map_err(|error| EngineError::model_config(&path, error.to_string()))?;
-        tokenizer.with_padding(None);
-        let largest = tokenizer.get_vocab(true).into_values().max();
-        if let Some(largest) = largest.filter(|id| *id as usize >= vocabulary) {
-            return Err(EngineError::model_config(
-                &path,
-                format!(
-                    "it has the token id {largest}, and the model has {vocabulary} tokens: it is the tokenizer of another model"
-                ),
-            ));
-        }
-        let end = end_token(folder, &tokenizer)?;
-        let fim = FIM_NAMES.iter().find_map(|[prefix, middle, suffix]| {
-            Some(FimTokens {
-                prefix: tokenizer.token_to_id(prefix)?,
-                middle: tokenizer.token_to_id(middle)?,
-                suffix: tokenizer.token_to_id(suffix)?,
-            })
-        });
-        Ok(Self {
-            tokenizer,
-            path,
-            end,
-            fim,
-        })
+        let base = TextTokenizer::open(folder, vocabulary)?;
+        let end = end_token(folder, base.inner().0)?;
+        Ok(Self { base, end })
     }
 
     /// The token that ends a document. `None`: the model has none.
@@ -82,15 +44,15 @@ impl TextTokenizer {
     /// # Errors
     /// When the tokenizer has none.
     pub fn fim(&self) -> Result<FimTokens> {
-        self.fim.ok_or_else(|| {
-            let known: Vec<&str> = FIM_NAMES.iter().map(|names| names[0]).collect();
-            EngineError::bad_input(format!(
-                "{}: fill-in-the-middle needs tokens that mark prefix, middle and suffix ({}, …), and this tokenizer has none: set \
-                 `fim_rate: 0`",
-                self.path.display(),
-                known.join(", ")
-            ))
-        })
+        let Some(tokens) = self.base.fill_tokens() else {
+            return Err(EngineError::bad_input(format!(
+                "{}: fill-in-the-middle needs tokens that mark prefix, middle and suffix (`<fim_prefix>`, `<|fim_prefix|>`, …), and this \
+                 tokenizer has none: set `fim_rate: 0`",
+                self.base.inner().1.display()
+            )));
+        };
+        let [prefix, suffix, middle] = tokens.ids;
+        Ok(FimTokens { prefix, middle, suffix })
     }
 
     /// The tokens of a text. `special`: with the tokens that the model has at the beginning of a text.
@@ -109,8 +71,9 @@ impl TextTokenizer {
     }
 
     fn encoding(&self, text: &str, special: bool) -> Result<Encoding> {
-        self.tokenizer.encode(text, special).map_err(|error| {
-            EngineError::model_config(&self.path, format!("a text could not be converted to tokens: {error}"))
+        let (tokenizer, path) = self.base.inner();
+        tokenizer.encode(text, special).map_err(|error| {
+            EngineError::model_config(path, format!("a text could not be converted to tokens: {error}"))
         })
     }
 
@@ -119,9 +82,7 @@ impl TextTokenizer {
     /// # Errors
     /// When the tokenizer fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.tokenizer.decode(ids, true).map_err(|error| {
-            EngineError::model_config(&self.path, format!("tokens could not be converted to text: {error}"))
-        })
+        self.base.decode(ids)
     }
 }
 

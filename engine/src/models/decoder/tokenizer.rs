@@ -1,0 +1,129 @@
+//! The tokenizer of a language model: `tokenizer.json` of its folder.
+
+use crate::error::{EngineError, Result};
+use crate::models::config;
+use std::path::{Path, PathBuf};
+use tokenizers::Tokenizer;
+
+/// The names of the tokens that mark the text before a gap, the text after it and the gap: of StarCoder and StarCoder2 (R. Li and others,
+/// arXiv:2305.06161), SantaCoder and Qwen2.5-Coder (B. Hui and others, arXiv:2409.12186).
+const FILL_TOKENS: [[&str; 3]; 3] = [
+    ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
+    ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"],
+    ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+];
+
+/// The tokens that mark the parts of a text with a gap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FillTokens {
+    /// Their names: before the text before the gap, before the text after it, before what fills the gap.
+    pub names: [&'static str; 3],
+    /// Their ids.
+    pub ids: [u32; 3],
+}
+
+/// Converts between texts and token ids.
+#[derive(Clone, Debug)]
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+    path: PathBuf,
+}
+
+impl TextTokenizer {
+    /// Opens `tokenizer.json` of a model folder, for a model with so many token ids.
+    ///
+    /// # Errors
+    /// When it cannot be read, or has ids that the model does not have.
+    pub fn open(folder: &Path, vocab_size: usize) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        let text = config::read_text(&path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => EngineError::model_config(&path, config::INCOMPLETE),
+            _ => EngineError::io(&path, error),
+        })?;
+        let tokenizer: Tokenizer = text
+            .parse()
+            .map_err(|error| EngineError::model_config(&path, format!("this is not a tokenizer: {error}")))?;
+        Self::new(tokenizer, path, vocab_size)
+    }
+
+    /// A tokenizer from its parts; `path` is for messages.
+    fn new(mut tokenizer: Tokenizer, path: PathBuf, vocab_size: usize) -> Result<Self> {
+        tokenizer.with_padding(None);
+        // Without parameters it cannot fail.
+        let _ = tokenizer.with_truncation(None);
+        let largest = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
+        if largest as usize >= vocab_size {
+            return Err(EngineError::model_config(
+                path,
+                format!(
+                    "the tokenizer has the id {largest}, and the model has {vocab_size} tokens (`vocab_size` of config.json): it is the \
+                     tokenizer of another model, or tokens were added without resizing the model's embeddings"
+                ),
+            ));
+        }
+        Ok(Self { tokenizer, path })
+    }
+
+    /// The ids of a text, with the special tokens that the tokenizer adds at its beginning and end.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.tokenizer.encode(text, true);
+        let encoding = encoding.map_err(|error| self.error(&error))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The ids of a text with a gap, in the order prefix, suffix, middle (PSM).
+    ///
+    /// # Errors
+    /// When the tokenizer has no tokens for gaps, or fails.
+    pub fn encode_fill(&self, prefix: &str, suffix: &str) -> Result<Vec<u32>> {
+        let Some(FillTokens { names, .. }) = self.fill_tokens() else {
+            let known: Vec<String> = FILL_TOKENS.iter().map(|names| format!("`{}`", names[0])).collect();
+            return Err(EngineError::bad_input(format!(
+                "{}: this tokenizer has no tokens for gaps (such as {}), so the model cannot fill them: use `prompts`, or a model that was \
+                 trained to fill gaps, such as StarCoder2 or Qwen2.5-Coder",
+                self.path.display(),
+                known.join(", ")
+            )));
+        };
+        self.encode(&format!("{}{prefix}{}{suffix}{}", names[0], names[1], names[2]))
+    }
+
+    /// The tokens for texts with gaps, if the tokenizer has them.
+    #[must_use]
+    pub fn fill_tokens(&self) -> Option<FillTokens> {
+        FILL_TOKENS.into_iter().find_map(|names| {
+            let mut ids = [0; 3];
+            for (id, name) in ids.iter_mut().zip(names) {
+                *id = self.tokenizer.token_to_id(name)?;
+            }
+            Some(FillTokens { names, ids })
+        })
+    }
+
+    /// The tokenizer itself, and its file.
+    #[must_use]
+    pub fn inner(&self) -> (&Tokenizer, &Path) {
+        (&self.tokenizer, &self.path)
+    }
+
+    /// The text of ids, without special tokens.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.tokenizer.decode(ids, true).map_err(|error| self.error(&error))
+    }
+
+    /// The id of a token by its name.
+    #[must_use]
+    pub fn token_id(&self, name: &str) -> Option<u32> {
+        self.tokenizer.token_to_id(name)
+    }
+
+    fn error(&self, error: &dyn std::fmt::Display) -> EngineError {
+        EngineError::bad_input(format!("{}: the tokenizer fails: {error}", self.path.display()))
+    }
+}

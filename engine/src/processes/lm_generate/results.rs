@@ -1,0 +1,165 @@
+//! The completions of a process as JSONL. Finished ones are recorded in a file while it runs, so that another attempt in the same folder
+//! does not generate them again.
+
+use super::prompts::{Prompt, PromptText};
+use crate::error::{EngineError, Result};
+use crate::pipelines::text::Completion;
+use crate::processes::context::Context;
+use aitk_common::fsutil;
+use serde::Serialize;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+/// A line of the results.
+#[derive(Serialize)]
+struct Line<'a> {
+    index: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefix: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    suffix: Option<&'a str>,
+    completion: &'a str,
+    prompt_tokens: usize,
+    tokens: usize,
+    stop_reason: &'a str,
+}
+
+/// The results of a process.
+pub(super) struct Results {
+    folder: PathBuf,
+    /// The file of finished ones.
+    record: PathBuf,
+    file: File,
+    /// Lines by the number of the text.
+    lines: BTreeMap<u64, String>,
+}
+
+impl Results {
+    /// Opens the record of this job and process in `folder`; a damaged line is generated again.
+    ///
+    /// # Errors
+    /// When the record cannot be written.
+    pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize) -> Result<Self> {
+        let text = serde_json::to_vec(process).map_err(|e| EngineError::Internal(e.to_string()))?;
+        let hash = hex::encode(Sha256::digest(&text));
+        let record_folder = folder.join(".aitk");
+        fsutil::create_dir_all(&record_folder)?;
+        let name = format!("completions-{}-{}.jsonl", cx.spec.job_id.as_str(), &hash[..12]);
+        let record = record_folder.join(name);
+        let lines = match std::fs::read_to_string(&record) {
+            Ok(text) => read_lines(&text),
+            Err(_) => BTreeMap::new(),
+        };
+        // Written anew, because the last line may be incomplete.
+        let mut file = File::create(&record).map_err(|e| EngineError::io(&record, e))?;
+        for line in lines.values() {
+            write_line(&mut file, line).map_err(|e| EngineError::io(&record, e))?;
+        }
+        Ok(Self {
+            folder: folder.to_path_buf(),
+            record,
+            file,
+            lines,
+        })
+    }
+
+    /// Whether the text of this number is finished. One of another prompt is not: the file of prompts may have changed.
+    pub(super) fn has(&self, number: u64, prompt: &Prompt) -> bool {
+        let Some(line) = self.lines.get(&number) else {
+            return false;
+        };
+        let line: Value = serde_json::from_str(line).unwrap_or_default();
+        let is = |key: &str, text: &str| line.get(key).and_then(Value::as_str) == Some(text);
+        let is_same = match &prompt.text {
+            PromptText::Continue(text) => is("prompt", text),
+            PromptText::Fill { prefix, suffix } => is("prefix", prefix) && is("suffix", suffix),
+        };
+        is_same && line.get("task_id").and_then(Value::as_str) == prompt.task_id.as_deref()
+    }
+
+    /// Removes texts that are not asked for.
+    pub(super) fn retain(&mut self, is_asked_for: impl Fn(u64) -> bool) {
+        self.lines.retain(|number, _| is_asked_for(*number));
+    }
+
+    /// Records a completion.
+    pub(super) fn add(
+        &mut self,
+        number: u64,
+        prompt: &Prompt,
+        prompt_tokens: usize,
+        completion: &Completion,
+    ) -> Result<()> {
+        let (text, prefix, suffix) = match &prompt.text {
+            PromptText::Continue(text) => (Some(text.as_str()), None, None),
+            PromptText::Fill { prefix, suffix } => (None, Some(prefix.as_str()), Some(suffix.as_str())),
+        };
+        let line = Line {
+            index: number,
+            task_id: prompt.task_id.as_deref(),
+            prompt: text,
+            prefix,
+            suffix,
+            completion: &completion.text,
+            prompt_tokens,
+            tokens: completion.tokens.len(),
+            stop_reason: completion.reason.name(),
+        };
+        let line = serde_json::to_string(&line).map_err(|e| EngineError::Internal(e.to_string()))?;
+        write_line(&mut self.file, &line).map_err(|e| EngineError::io(&self.record, e))?;
+        self.lines.insert(number, line);
+        Ok(())
+    }
+
+    /// Writes all lines into a new file of the folder, and removes the record. Returns the path of the file.
+    pub(super) fn publish(self) -> Result<PathBuf> {
+        let path = unused_path(&self.folder);
+        fsutil::write_atomic(&path, |out| {
+            for line in self.lines.values() {
+                out.write_all(line.as_bytes())?;
+                out.write_all(b"\n")?;
+            }
+            Ok(())
+        })?;
+        let _ = std::fs::remove_file(&self.record);
+        if let Some(folder) = self.record.parent() {
+            // This fails if the folder has other files, which is intended.
+            let _ = std::fs::remove_dir(folder);
+        }
+        Ok(path)
+    }
+}
+
+/// `completions.jsonl`, or with a number if there is one from an earlier run.
+fn unused_path(folder: &Path) -> PathBuf {
+    let mut path = folder.join("completions.jsonl");
+    let mut number = 2u64;
+    while path.exists() {
+        path = folder.join(format!("completions_{number}.jsonl"));
+        number += 1;
+    }
+    path
+}
+
+fn write_line(file: &mut File, line: &str) -> std::io::Result<()> {
+    file.write_all(format!("{line}\n").as_bytes())
+}
+
+/// The lines of a record by their number, without those that are damaged.
+fn read_lines(text: &str) -> BTreeMap<u64, String> {
+    let line = |line: &str| {
+        let value: Value = serde_json::from_str(line).ok()?;
+        let is_whole = value.get("stop_reason").is_some_and(Value::is_string);
+        let number = value.get("index")?.as_u64()?;
+        is_whole.then(|| (number, line.to_owned()))
+    };
+    text.lines().filter_map(line).collect()
+}
