@@ -1,6 +1,8 @@
 //! Every config of `config/examples` runs on a tiny model of its family, with other paths, sizes and numbers of steps.
 
 use super::{StopSignal, run};
+use crate::models::decoder::byte_tokenizer::write_tokenizer;
+use crate::models::decoder::formula_weights::{expected, write_model};
 use crate::testing::{attempt, chosen, fixtures, in_own_folder, sd35_large_folder, tuned, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::{self, JobSpec, LoadOptions};
@@ -30,6 +32,7 @@ fn shrink(value: &mut Value) {
                 match (key.as_str(), &*value) {
                     ("steps" | "save_every" | "sample_every", Value::Number(_)) => *value = json!(2),
                     ("sample_steps", Value::Number(_)) => *value = json!(1),
+                    ("max_new_tokens", Value::Number(_)) => *value = json!(4),
                     ("width" | "height" | "size", Value::Number(_)) => *value = json!(SIDE),
                     ("max_denoising_steps", Value::Number(steps)) if steps.as_u64() < Some(999) => *value = json!(4),
                     ("resolution", Value::Array(_)) => *value = json!([SIDE]),
@@ -75,6 +78,9 @@ fn prepare(root: &Path) {
 #[test]
 fn every_shipped_example_runs() {
     let (sd35_large, zimage) = (sd35_large_folder(), zimage_folder(false));
+    let code_model = tempfile::tempdir().unwrap();
+    write_model(code_model.path(), &expected()["models"]["starcoder2"]["config"]);
+    write_tokenizer(code_model.path(), 264);
     let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/examples");
     let mut files: Vec<_> = std::fs::read_dir(examples)
         .unwrap()
@@ -97,6 +103,7 @@ fn every_shipped_example_runs() {
         }
         for (model, folder) in [
             ("stable-diffusion-3.5-large", &sd35_large),
+            ("starcoder2-3b", &code_model),
             ("Z-Image-Turbo", &zimage),
             ("Z-Image", &zimage),
         ] {

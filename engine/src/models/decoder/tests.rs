@@ -6,7 +6,8 @@ use crate::autograd::gradients;
 use crate::nn::VisitLayers;
 use crate::residency::Residency;
 use crate::testing::{gap, in_portable_mode, largest};
-use crate::weights::TrainableFilter;
+use crate::weights::{QuantizationConfig, TrainableFilter};
+use aitk_common::job::QType;
 use candle_core::{D, DType, Device, Tensor};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -352,6 +353,38 @@ fn files_without_the_prefix_are_read() {
     candle_core::safetensors::save(&tensors.collect(), &path).unwrap();
     let found = logits(&case.load(DType::F32), &case.ids(), &TokenMask::Causal);
     assert_eq!(gap(&found, &expected), 0.0);
+}
+
+#[test]
+fn streamed_and_quantised_weights_are_near_the_plain_ones() {
+    for name in ["starcoder", "qwen2_windows"] {
+        let case = Case::named(name);
+        let expected = logits(&case.load(DType::F32), &case.ids(), &TokenMask::Causal);
+        let found = |options: &DecoderOptions| {
+            let model = Decoder::load(case.folder.path(), options).unwrap();
+            logits(&model, &case.ids(), &TokenMask::Causal)
+        };
+        let streamed = DecoderOptions {
+            streamed: 1.0,
+            ..DecoderOptions::cpu()
+        };
+        assert_eq!(gap(&found(&streamed), &expected), 0.0, "{name}");
+        let quantised = DecoderOptions {
+            quantization: Some(QuantizationConfig {
+                qtype: QType::Int8,
+                exclude: Vec::new(),
+                adapted: None,
+            }),
+            ..DecoderOptions::cpu()
+        };
+        let error = gap(&found(&quantised), &expected) / largest(&expected);
+        assert!(error > 1e-5 && error < 0.1, "{name}: {error}");
+        let shapes = DecoderOptions {
+            only_shapes: true,
+            ..DecoderOptions::cpu()
+        };
+        assert!(Decoder::load(case.folder.path(), &shapes).is_ok());
+    }
 }
 
 #[test]

@@ -221,11 +221,14 @@ impl<'a> Batch<'a> {
             text.stream.push(self.tokenizer, token)?;
         }
         let length = request.prompt.len() + text.tokens.len();
-        let mut reason = match () {
-            () if is_end => Some(StopReason::EndToken),
-            () if text.tokens.len() >= settings.max_new_tokens => Some(StopReason::MaxNewTokens),
-            () if length >= self.model.config().max_positions => Some(StopReason::Context),
-            () => None,
+        let mut reason = if is_end {
+            Some(StopReason::EndToken)
+        } else if text.tokens.len() >= settings.max_new_tokens {
+            Some(StopReason::MaxNewTokens)
+        } else if length >= self.model.config().max_positions {
+            Some(StopReason::Context)
+        } else {
+            None
         };
         if reason.is_some() {
             text.stream.finish(self.tokenizer)?;
