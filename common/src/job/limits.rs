@@ -84,6 +84,8 @@ pub const MAX_STOP_BYTES: usize = 1_024;
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
 /// Tokens of a row of a training of a code model: longer than the context of every published model.
 pub const MAX_CONTEXT: u32 = 1 << 20;
+/// Tokens of a batch of such a training.
+pub const MAX_BATCH_TOKENS: u64 = 1 << 26;
 /// Batches of a step of such a training.
 pub const MAX_ACCUMULATION: u32 = 65_536;
 /// How often the data of such a training is repeated.

@@ -20,7 +20,7 @@ pub use train::{LmScheduler, LmTrainConfig};
 pub use validation::LmValidationConfig;
 
 use super::declare::section;
-use super::limits::{MAX_CONTEXT, MAX_DATASETS};
+use super::limits::{MAX_BATCH_TOKENS, MAX_CONTEXT, MAX_DATASETS};
 use super::logging::LoggingConfig;
 use super::process_type::ProcessType;
 use super::schema::{PresentKeys, ReadContext};
@@ -82,6 +82,14 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
         );
     }
     cx.check_at_most("context", process.context, MAX_CONTEXT);
+    let tokens = u64::from(process.context) * u64::from(process.train.batch_size);
+    if process.context <= MAX_CONTEXT && tokens > MAX_BATCH_TOKENS {
+        let message = format!(
+            "expected at most {MAX_BATCH_TOKENS} tokens in a batch, found {} rows of {}: use `gradient_accumulation`",
+            process.train.batch_size, process.context
+        );
+        cx.error_at("train.batch_size", message);
+    }
     cx.check_in_range("fim_rate", process.fim_rate, 0.0..=1.0);
     cx.check_in_range("fim_spm_rate", process.fim_spm_rate, 0.0..=1.0);
     if present.has("fim_spm_rate") && process.fim_rate == 0.0 {

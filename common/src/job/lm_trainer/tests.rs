@@ -75,6 +75,10 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         ("      train: {steps: 3, warmup_steps: 4}\n", "train.warmup_steps"),
         ("      train: {batch_size: 0}\n", "train.batch_size"),
         (
+            "      train: {batch_size: 65536}\n      context: 4096\n",
+            "train.batch_size",
+        ),
+        (
             "      train: {optimizer_params: {speed: 1}}\n",
             "train.optimizer_params.speed",
         ),

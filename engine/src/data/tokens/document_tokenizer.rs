@@ -9,6 +9,25 @@ use serde_json::Value;
 use std::path::Path;
 use tokenizers::{Encoding, Tokenizer};
 
+/// Bytes of a text that are converted at a time: the tokenizer takes a hundred times as much memory.
+const MAX_PART_BYTES: usize = 1 << 20;
+
+/// The parts of a long text, with their beginnings: each ends with a line, where tokenizers of code begin a new token, or else with a character.
+fn parts(text: &str, most: usize) -> Vec<(usize, &str)> {
+    let mut parts = Vec::new();
+    let mut start = 0;
+    while text.len() - start > most {
+        let limit = (start + 1..=start + most).rev().find(|at| text.is_char_boundary(*at));
+        let limit = limit.unwrap_or(text.len());
+        let line = text[start..limit].rfind('\n').map(|at| start + at + 1);
+        let end = line.unwrap_or(limit);
+        parts.push((start, &text[start..end]));
+        start = end;
+    }
+    parts.push((start, &text[start..]));
+    parts
+}
+
 /// The tokenizer of a language model, with the token that ends a document.
 #[derive(Clone, Debug)]
 pub struct DocumentTokenizer {
@@ -60,14 +79,22 @@ impl DocumentTokenizer {
     /// # Errors
     /// When the tokenizer fails.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        Ok(self.encoding(text, special)?.get_ids().to_vec())
+        let mut ids = Vec::new();
+        for (start, part) in parts(text, MAX_PART_BYTES) {
+            ids.extend_from_slice(self.encoding(part, special && start == 0)?.get_ids());
+        }
+        Ok(ids)
     }
 
     /// The tokens of a text without special ones, and where each begins in the text, in bytes.
     pub(super) fn encode_with_starts(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
-        let encoding = self.encoding(text, false)?;
-        let starts = encoding.get_offsets().iter().map(|(start, _)| *start).collect();
-        Ok((encoding.get_ids().to_vec(), starts))
+        let (mut ids, mut starts) = (Vec::new(), Vec::new());
+        for (first, part) in parts(text, MAX_PART_BYTES) {
+            let encoding = self.encoding(part, false)?;
+            ids.extend_from_slice(encoding.get_ids());
+            starts.extend(encoding.get_offsets().iter().map(|(start, _)| first + start));
+        }
+        Ok((ids, starts))
     }
 
     fn encoding(&self, text: &str, special: bool) -> Result<Encoding> {
@@ -121,4 +148,18 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
     let bytes = regular::read(path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(path, error))?;
     let json = serde_json::from_slice(&bytes).map_err(|error| EngineError::model_config(path, error.to_string()))?;
     Ok(Some(json))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parts;
+
+    #[test]
+    fn long_texts_are_converted_in_parts_of_whole_lines_or_characters() {
+        assert_eq!(parts("", 4), [(0, "")]);
+        assert_eq!(parts("abcd", 4), [(0, "abcd")]);
+        assert_eq!(parts("a\nb\ncd", 5), [(0, "a\nb\n"), (4, "cd")]);
+        assert_eq!(parts("abcdefgh", 3), [(0, "abc"), (3, "def"), (6, "gh")]);
+        assert_eq!(parts("ääää", 3), [(0, "ä"), (2, "ä"), (4, "ä"), (6, "ä")]);
+    }
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// The bit of a stored token that is given and not trained on.
 const GIVEN: u32 = 1 << 31;
-/// The largest number of documents: their list takes 16 bytes of memory for each.
-pub(super) const MAX_DOCUMENTS: usize = 1 << 25;
+/// The largest number of documents: their list and their order take some 40 bytes of memory for each.
+pub(super) const MAX_DOCUMENTS: usize = 1 << 24;
 
 /// A document in a [`DocumentStore`]: at least two tokens, of which at least one after the first is trained on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

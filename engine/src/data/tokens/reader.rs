@@ -13,7 +13,7 @@ use aitk_common::fsutil::regular;
 use std::path::{Path, PathBuf};
 
 /// The largest text or code file, in bytes.
-const MAX_FILE_BYTES: u64 = 256 << 20;
+const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// What the files of a source contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
