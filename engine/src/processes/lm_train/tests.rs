@@ -340,7 +340,7 @@ fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
                 "manifest.json",
                 "metrics.jsonl",
                 "log.txt",
-                "config.json",
+                "config.yaml",
             ]
             .contains(&&*name)
             {
@@ -414,7 +414,7 @@ fn saves_completions_and_held_out_losses_are_written() {
         "coder",
         &kept[0],
         &kept[1],
-        "config.json",
+        "config.yaml",
         "log.txt",
         "loss.png",
         "metrics.jsonl",
