@@ -63,21 +63,26 @@ fn finish(dataset: &mut LmDatasetConfig, present: &PresentKeys, cx: &mut ReadCon
             );
         }
     }
+    let usual = LmDatasetConfig::default();
     let columns = [
-        ("text_column", &dataset.text_column),
-        ("prompt_column", &dataset.prompt_column),
-        ("completion_column", &dataset.completion_column),
+        ("text_column", &dataset.text_column, &usual.text_column),
+        ("prompt_column", &dataset.prompt_column, &usual.prompt_column),
+        (
+            "completion_column",
+            &dataset.completion_column,
+            &usual.completion_column,
+        ),
     ];
-    for (index, (key, column)) in columns.into_iter().enumerate() {
+    for (index, (key, column, usual)) in columns.into_iter().enumerate() {
         if column.is_empty() {
             cx.error_at(key, "expected the name of a field");
-        } else if columns[..index].iter().any(|(_, other)| *other == column) {
+        } else if columns[..index].iter().any(|(_, other, _)| *other == column) {
             cx.error_at(
                 key,
                 format!("`{column}` is another column already: each needs a field of its own"),
             );
         }
-        if present.has(key) && dataset.kind == LmDatasetKind::Text {
+        if column != usual && dataset.kind == LmDatasetKind::Text {
             cx.error_at(key, "has no effect on `kind: text`: remove it, or use `kind: records`");
         }
     }

@@ -92,7 +92,8 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
     }
     cx.check_in_range("fim_rate", process.fim_rate, 0.0..=1.0);
     cx.check_in_range("fim_spm_rate", process.fim_spm_rate, 0.0..=1.0);
-    if present.has("fim_spm_rate") && process.fim_rate == 0.0 {
+    // A job that was read before has every key.
+    if process.fim_spm_rate != LmTrainerProcess::default().fim_spm_rate && process.fim_rate == 0.0 {
         cx.error_at(
             "fim_spm_rate",
             "has no effect without `fim_rate`: set it, or remove this key",

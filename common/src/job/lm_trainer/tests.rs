@@ -62,7 +62,7 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         ("      context: 1\n", "context"),
         ("      context: 100000000\n", "context"),
         ("      fim_rate: 2\n", "fim_rate"),
-        ("      fim_spm_rate: 0.5\n", "fim_spm_rate"),
+        ("      fim_spm_rate: 0.4\n", "fim_spm_rate"),
         ("      fim_rate: 0.5\n      context: 8\n", "fim_rate"),
         ("      validation: {every: 3}\n", "validation"),
         ("      validation: {share: 0.1, path: held}\n", "validation.share"),
