@@ -246,7 +246,7 @@ CASES = [
     case("LoRA, packed", "starcoder2", "tokens", [], True, batch_size=4, gradient_accumulation=8),
     case("whole model, rows of one document", "starcoder2", "tokens", None, False, lr=0.002, lr_scheduler="linear", min_lr=0.0),
     case("whole model, packed", "llama", "tokens", None, True, batch_size=64, gradient_accumulation=1, lr=0.002, lr_scheduler="wsd",
-         decay_steps=6, min_lr=0.0002),
+         decay_steps=6, min_lr=0.0),
     case("LoRA of some layers", "llama", "tokens", ["q_proj", "v_proj"], False, lr_scheduler="constant", min_lr=0.0, weight_decay=0.0),
     case("fill-in-the-middle", "starcoder2", "fim", [], True, batch_size=3, gradient_accumulation=64),
     case("texts", "starcoder2", "texts", [], True, batch_size=64, gradient_accumulation=1),

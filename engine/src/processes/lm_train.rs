@@ -7,9 +7,11 @@ mod checkpoint;
 mod completions;
 mod data;
 mod model_folder;
+mod prepare;
 mod run;
 mod saving;
 mod step;
+mod step_metrics;
 mod target;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -17,22 +19,17 @@ mod tests;
 
 use super::context::Context;
 use super::rate::Progress;
-use super::train::record::Measured;
 use crate::error::{EngineError, Result};
-use crate::training::StepReport;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::lm_trainer::LmTrainerProcess;
+use checkpoint::NON_FINITE_CAUSES;
 use run::Run;
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// After this many steps in a row without a finite loss or finite gradients a run fails.
 const MAX_NON_FINITE_STEPS: u64 = 25;
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
-/// What may have made losses or weights infinite or NaN, for messages.
-const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; `model.dtype` has too small a range (use bfloat16 or float32); the \
-                                 base model is damaged";
 
 /// Runs one process to its end, to a stop, or to a failure.
 pub(super) fn run(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
@@ -40,28 +37,6 @@ pub(super) fn run(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<Ou
         Ok(mut run) => run.train(cx),
         Err(EngineError::Stopped) => Ok(Outcome::stopped()),
         Err(error) => Err(error),
-    }
-}
-
-/// What was measured of a step.
-struct StepMetrics {
-    report: StepReport,
-    measured: Measured,
-}
-
-impl StepMetrics {
-    /// The values that are shown while the training runs. JSON has only finite numbers.
-    fn values(&self, steps: u64, seconds_per_step: Option<f64>) -> BTreeMap<String, f64> {
-        let (report, measured) = (&self.report, self.measured);
-        let mut values = BTreeMap::from([("learning_rate".to_owned(), report.lr)]);
-        values.insert("loss/loss".into(), report.loss);
-        values.extend(report.grad_norm.map(|norm| ("grad_norm".to_owned(), norm)));
-        values.extend(measured.values());
-        values.extend(seconds_per_step.map(|seconds| ("seconds_per_step".to_owned(), seconds)));
-        #[allow(clippy::cast_precision_loss)]
-        values.insert("steps".into(), steps as f64);
-        values.retain(|_, value| value.is_finite());
-        values
     }
 }
 

@@ -301,9 +301,12 @@ mod tests {
         let (loss, found) = gradients(loss).unwrap();
         let reference = expected["loss"].as_f64().unwrap();
         assert!((f64::from(loss.to_scalar::<f32>().unwrap()) - reference).abs() < 1e-4 * reference);
-        let hidden_gradient = found.get(hidden.as_tensor()).unwrap();
-        let reference = Tensor::from_vec(numbers(&expected["hidden"]), hidden.shape(), &Device::Cpu).unwrap();
-        assert!(relative(hidden_gradient, &reference) < 1e-4);
+        // Sums with random weights.
+        let probe = Tensor::from_vec(formula("probe", 16, 1.0), (8, 2), &Device::Cpu).unwrap();
+        let hidden_gradient = found.get(hidden.as_tensor()).unwrap().reshape((48, 8)).unwrap();
+        let sums = hidden_gradient.matmul(&probe).unwrap();
+        let reference = Tensor::from_vec(numbers(&expected["hidden"]), (48, 2), &Device::Cpu).unwrap();
+        assert!(relative(&sums, &reference) < 1e-4);
         // Sums over each row of the weight's gradient, and over each column.
         let weight_gradient = found.get(weight.as_tensor()).unwrap();
         for (axis, name) in [(1, "weight_rows"), (0, "weight_columns")] {

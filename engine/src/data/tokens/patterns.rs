@@ -90,6 +90,6 @@ mod tests {
         ] {
             assert!(!matches(pattern, path), "{pattern} {path}");
         }
-        assert!(!matches(&"**/".repeat(200), &"a/".repeat(400)));
+        assert!(!matches(&("**/".repeat(200) + "b"), &"a/".repeat(400)));
     }
 }

@@ -4,7 +4,6 @@
 use super::super::context::Context;
 use super::super::train::folder::{RunFolder, checkpoint_error};
 use super::super::train::record;
-use super::NON_FINITE_CAUSES;
 use super::run::{Run, trainer};
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
@@ -17,6 +16,9 @@ use std::collections::BTreeMap;
 
 /// Version of the state in a manifest.
 const STATE_VERSION: u64 = 1;
+/// What may have made losses or weights infinite or NaN, for messages.
+pub(super) const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; `model.dtype` has too small a range (use bfloat16 or float32); the \
+                                 base model is damaged";
 const NON_FINITE_KEY: &str = "lost_steps";
 const KEPT_KEY: &str = "kept_saves";
 

@@ -1,8 +1,8 @@
 //! The loss and the gradients of a step, and the loss on held-out documents.
 
 use super::super::train::record::Measured;
-use super::StepMetrics;
 use super::run::Run;
+use super::step_metrics::StepMetrics;
 use crate::data::tokens::TokenBatch;
 use crate::error::Result;
 use crate::models::decoder::{Decoder, TokenMask};

@@ -264,7 +264,7 @@ trainings! {
     completions_of_prompts: "completions of prompts",
 }
 
-crate::testing::in_portable_mode!(a_lora_on_packed_rows, a_whole_model_on_rows_of_one_document);
+crate::testing::in_portable_mode!(a_lora_on_packed_rows, a_lora_of_some_layers, fill_in_the_middle);
 
 /// Stops a run once it emitted the metrics of a step.
 struct StopAt {
@@ -307,7 +307,7 @@ fn whole_training(root: &Path, lora: bool) -> String {
             ("network", network),
             ("fim_rate", json!(0.5)),
             ("packing", json!(false)),
-            ("validation", json!({"share": 0.2, "every": 3})),
+            ("validation", json!({"share": 0.39, "every": 3})),
             (
                 "train",
                 json!({"epochs": 2, "batch_size": 2, "gradient_accumulation": 2, "lr": 0.01}),
@@ -341,6 +341,8 @@ fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
                 "metrics.jsonl",
                 "log.txt",
                 "config.yaml",
+                // It has the path of the base model.
+                "adapter_config.json",
             ]
             .contains(&&*name)
             {
