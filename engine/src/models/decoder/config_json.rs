@@ -104,6 +104,14 @@ struct RotaryJson {
     mlp_bias: Option<bool>,
 }
 
+/// Which keys are `null`.
+#[derive(Clone, Copy)]
+struct Nulls {
+    end_tokens: bool,
+    sliding_window: bool,
+    kv_heads: bool,
+}
+
 impl DecoderConfig {
     /// Reads the `config.json` of a model folder.
     ///
@@ -148,10 +156,19 @@ impl DecoderConfig {
             .ok_or_else(|| {
                 format!("`model_type: {model_type}` is not a language model that this release runs: expected {known}")
             })?;
+        // `null` differs from a missing key where transformers' class has another default.
+        let nulls = Nulls {
+            end_tokens: value.get("eos_token_id").is_some_and(Value::is_null),
+            sliding_window: value.get("sliding_window").is_some_and(Value::is_null),
+            kv_heads: value.get("num_key_value_heads").is_some_and(Value::is_null),
+        };
         let mut config = match family {
             DecoderFamily::GptBigCode => gpt_bigcode(config::from_value(value)?)?,
-            _ => rotary(family, config::from_value(value)?)?,
+            _ => rotary(family, config::from_value(value)?, nulls)?,
         };
+        if nulls.end_tokens {
+            config.end_tokens.clear();
+        }
         check_sizes(&config)?;
         config.end_tokens.retain(|id| (*id as usize) < config.vocab_size);
         Ok(config)
@@ -249,12 +266,13 @@ fn defaults(family: DecoderFamily) -> Defaults {
     }
 }
 
-fn rotary(family: DecoderFamily, json: RotaryJson) -> std::result::Result<DecoderConfig, String> {
+fn rotary(family: DecoderFamily, json: RotaryJson, nulls: Nulls) -> std::result::Result<DecoderConfig, String> {
     let default = defaults(family);
     let is_starcoder2 = family == DecoderFamily::StarCoder2;
     let width = json.hidden_size.unwrap_or(default.hidden_size);
     let heads = json.num_attention_heads.unwrap_or(default.heads);
-    let kv_heads = json.num_key_value_heads.or(default.kv_heads).unwrap_or(heads);
+    let default_kv_heads = default.kv_heads.filter(|_| !nulls.kv_heads);
+    let kv_heads = json.num_key_value_heads.or(default_kv_heads).unwrap_or(heads);
     if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
         return Err(format!(
             "`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}"
@@ -316,14 +334,19 @@ fn rotary(family: DecoderFamily, json: RotaryJson) -> std::result::Result<Decode
         attention_output_bias,
         feed_forward_bias,
         scales_scores: true,
-        windows: windows(family, &json, layers)?,
+        windows: windows(family, &json, layers, nulls.sliding_window)?,
         ties_embeddings: json.tie_word_embeddings.unwrap_or(default.ties_embeddings),
         end_tokens: end_tokens(json.eos_token_id.or(default.end_token.map(EndTokens::One)))?,
     })
 }
 
 /// The sliding window of each block.
-fn windows(family: DecoderFamily, json: &RotaryJson, layers: usize) -> std::result::Result<Vec<Option<usize>>, String> {
+fn windows(
+    family: DecoderFamily,
+    json: &RotaryJson,
+    layers: usize,
+    is_null: bool,
+) -> std::result::Result<Vec<Option<usize>>, String> {
     let layers = layers.min(MAX_LAYERS);
     let positive = |window: usize| match window {
         0 => Err("`sliding_window` is 0: expected a positive number, or null".to_owned()),
@@ -335,7 +358,7 @@ fn windows(family: DecoderFamily, json: &RotaryJson, layers: usize) -> std::resu
             Ok(vec![window; layers])
         }
         DecoderFamily::Qwen2 => {
-            let window = match json.use_sliding_window.unwrap_or(false) {
+            let window = match json.use_sliding_window.unwrap_or(false) && !is_null {
                 true => Some(positive(json.sliding_window.unwrap_or(4096))?),
                 false => None,
             };

@@ -284,7 +284,7 @@ fn gradients_are_the_slopes_of_the_loss() {
         let slope = (found.get(&var).unwrap() * &direction).unwrap().sum_all().unwrap();
         let slope = f64::from(slope.to_scalar::<f32>().unwrap());
         let (start, step) = (var.as_tensor().copy().unwrap(), 2e-3);
-        let mut at = |sign: f64| {
+        let at = |sign: f64| {
             var.set(&(&start + (&direction * (sign * step)).unwrap()).unwrap())
                 .unwrap();
             value()
@@ -426,6 +426,30 @@ fn configs_that_are_not_supported_are_refused_by_name() {
         let message = refused(model, changes);
         assert!(message.contains(expected), "{message}");
     }
+}
+
+#[test]
+fn null_is_not_the_default_of_a_missing_key() {
+    let read = |name: &str, key: &str, value: Option<Value>| {
+        let mut config = expected()["models"][name]["config"].clone();
+        let map = config.as_object_mut().unwrap();
+        map.remove(key);
+        map.extend(value.map(|value| (key.to_owned(), value)));
+        DecoderConfig::from_json(config).unwrap()
+    };
+    assert_eq!(read("llama", "eos_token_id", None).end_tokens, [2]);
+    assert_eq!(
+        read("llama", "eos_token_id", Some(json!([5, 7, 1000]))).end_tokens,
+        [5, 7]
+    );
+    assert!(read("llama", "eos_token_id", Some(json!(null))).end_tokens.is_empty());
+    let windows = |value| read("qwen2_windows", "sliding_window", value).windows;
+    assert_eq!(windows(None), [None, Some(4096), Some(4096)]);
+    assert_eq!(windows(Some(json!(null))), [None, None, None]);
+    assert_eq!(
+        read("qwen2_windows", "num_key_value_heads", Some(json!(null))).kv_heads,
+        2
+    );
 }
 
 #[test]
