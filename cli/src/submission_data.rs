@@ -14,7 +14,9 @@ use std::path::Path;
 /// Reads the structure of the job's first model, if the model is on this machine.
 pub(crate) fn parameter_counts(loaded: &LoadedJob, directory: &Path) -> Option<ParameterCounts> {
     let inputs = loaded.spec.inputs();
-    let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
+    let model = inputs
+        .iter()
+        .find(|input| matches!(input.kind, InputKind::Model | InputKind::LanguageModel))?;
     ParameterCounts::read(&expand(&model.config_path, directory, &env))
 }
 

@@ -166,4 +166,5 @@ def main():
     print(f"{OUT}: {len(text)} bytes")
 
 
-main()
+if __name__ == "__main__":
+    main()

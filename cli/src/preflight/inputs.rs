@@ -8,14 +8,15 @@ use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::{Input, InputKind, JobSpec};
 use std::path::Path;
 
-/// Returns an error for each file of prompts, textual inversion, control image, image of a validation, folder of control images and
-/// input of an extension that does not exist or cannot be read. Models and data sets are checked elsewhere.
+/// Returns an error for each file of prompts, textual inversion, control image, image of a validation, folder of control images, code
+/// model, data set of a code model and input of an extension that does not exist or cannot be read. Models and data sets are checked elsewhere.
 pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let is_checked_here = |input: &Input| {
         matches!(
             input.kind,
-            InputKind::PromptFile | InputKind::ControlImages | InputKind::Embedding
+            InputKind::PromptFile | InputKind::ControlImages | InputKind::Embedding | InputKind::LanguageModel
         ) || spec.extension().is_some()
+            || is_lm_dataset(spec, input)
     };
     let inputs = spec.inputs().into_iter().filter(is_checked_here);
     inputs
@@ -31,6 +32,17 @@ pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
         .collect()
 }
 
+/// Whether an input is a data set of a training of a code model.
+fn is_lm_dataset(spec: &JobSpec, input: &Input) -> bool {
+    let mut keys = spec
+        .process
+        .iter()
+        .enumerate()
+        .filter(|(_, process)| process.lm_trainer().is_some());
+    input.kind == InputKind::Dataset
+        && keys.any(|(index, _)| input.key.starts_with(&format!("config.process[{index}].")))
+}
+
 /// Returns why an existing file cannot be used.
 fn content_problem(input: &Input, local: &Path) -> Option<String> {
     let path = &input.config_path;
@@ -42,9 +54,31 @@ fn content_problem(input: &Input, local: &Path) -> Option<String> {
                 .then(|| format!("{path}: there is no prompt in this file: write one per line")),
             Err(error) => Some(format!("{path}: {error}: expected a text file with one text per line")),
         },
+        InputKind::LanguageModel => language_model_problem(path, local),
         InputKind::ControlImages if !input.key.contains(".datasets[") => image_problem(local),
         _ => None,
     }
+}
+
+/// Returns why a code model cannot be loaded, from its config and the names and shapes of its tensors.
+#[cfg(feature = "embedded")]
+fn language_model_problem(path: &str, local: &Path) -> Option<String> {
+    use aitk_engine::models::decoder::{Decoder, DecoderOptions};
+    let options = DecoderOptions {
+        only_shapes: true,
+        ..DecoderOptions::cpu()
+    };
+    let problem = Decoder::load(local, &options).err()?.to_string();
+    Some(match problem.contains(path) {
+        true => problem,
+        false => format!("{path}: {problem}"),
+    })
+}
+
+/// Nothing: this build cannot read models.
+#[cfg(not(feature = "embedded"))]
+fn language_model_problem(_: &str, _: &Path) -> Option<String> {
+    None
 }
 
 #[cfg(feature = "embedded")]
@@ -68,6 +102,9 @@ pub(super) fn missing_message(input: &Input, local: &Path) -> String {
     }
     let repository = match input.kind {
         InputKind::Model | InputKind::Vae => ", and it is not the name of a repository (ORG/NAME)",
+        InputKind::LanguageModel => {
+            ": give the folder of the model; a repository of Hugging Face must be downloaded before"
+        }
         _ => "",
     };
     let full_path = match local.display().to_string() {

@@ -17,7 +17,9 @@ pub(super) fn folder_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     });
     let problems = folders.filter_map(|(index, process, key, folder)| {
         let mut path = expand(&folder, directory, &env);
-        if key != "log_dir" && (process.trainer().is_some() || process.extension().is_some()) {
+        let has_run_folder =
+            process.trainer().is_some() || process.lm_trainer().is_some() || process.extension().is_some();
+        if key != "log_dir" && has_run_folder {
             path.push(&spec.name);
         }
         let existing = nearest_existing(&path);
@@ -59,6 +61,7 @@ pub(super) fn disk_warnings(
 fn output_folder(process: &Process) -> Option<(&'static str, &str)> {
     match &process.kind {
         ProcessKind::Train(process) => Some(("training_folder", process.training_folder.as_deref()?)),
+        ProcessKind::LmTrain(process) => Some(("training_folder", process.training_folder.as_deref()?)),
         ProcessKind::Extension(process) => Some(("training_folder", process.training_folder.as_deref()?)),
         ProcessKind::Generate(process) => Some(("output_folder", &process.output_folder)),
         ProcessKind::Img2Img(process) => Some(("output_folder", &process.output_folder)),

@@ -13,6 +13,7 @@ use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::limits::MAX_DEPTH;
 use super::lm_generate::LmGenerateProcess;
+use super::lm_trainer::LmTrainerProcess;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::process::{GenerateProcess, Img2ImgProcess, ProcessKind, TrainerProcess};
 use super::repository::{is_commit, is_repository};
@@ -246,6 +247,7 @@ static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::n
         ("config", SectionTree::of(ConfigSection::section())),
         ("cluster", SectionTree::default()),
         ("train", SectionTree::of(TrainerProcess::section())),
+        ("lm_train", SectionTree::of(LmTrainerProcess::section())),
         ("generate", SectionTree::of(GenerateProcess::section())),
         ("img2_img", SectionTree::of(Img2ImgProcess::section())),
         ("lm_generate", SectionTree::of(LmGenerateProcess::section())),

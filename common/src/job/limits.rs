@@ -82,6 +82,20 @@ pub const MAX_STOPS: usize = 64;
 pub const MAX_STOP_BYTES: usize = 1_024;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
+/// Tokens of a row of a training of a code model: longer than the context of every published model.
+pub const MAX_CONTEXT: u32 = 1 << 20;
+/// Tokens of a batch of such a training.
+pub const MAX_BATCH_TOKENS: u64 = 1 << 26;
+/// Batches of a step of such a training.
+pub const MAX_ACCUMULATION: u32 = 65_536;
+/// How often the data of such a training is repeated.
+pub const MAX_EPOCHS: u32 = 1_000_000;
+/// Patterns of file names of a data set.
+pub const MAX_PATTERNS: usize = 256;
+/// Prompts that such a training completes.
+pub const MAX_LM_SAMPLES: usize = 64;
+/// Rows on which the loss of such a training is measured.
+pub const MAX_VALIDATION_ROWS: u32 = 65_536;
 /// Bytes that one value counts for besides its text.
 pub(crate) const NODE_BYTES: usize = 64;
 

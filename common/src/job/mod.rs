@@ -31,6 +31,7 @@ mod json;
 pub mod layer_rank;
 pub mod limits;
 pub mod lm_generate;
+pub mod lm_trainer;
 mod load;
 pub mod logging;
 pub mod lokr;

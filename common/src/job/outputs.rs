@@ -1,5 +1,6 @@
 //! Which jobs make outputs on request.
 
+use super::lm_trainer::LmTrainerProcess;
 use super::process::{Process, TrainerProcess};
 use super::spec::JobSpec;
 use crate::requested_outputs::RequestedOutputs;
@@ -11,6 +12,17 @@ impl JobSpec {
     /// Why none can, as the end of a sentence: `it has no training (…)`.
     pub fn check_requested_outputs(&self, outputs: RequestedOutputs) -> Result<(), String> {
         let trainings: Vec<&TrainerProcess> = self.process.iter().filter_map(Process::trainer).collect();
+        let of_code: Vec<&LmTrainerProcess> = self.process.iter().filter_map(Process::lm_trainer).collect();
+        if !of_code.is_empty() {
+            // A job may have both; each training does what it can.
+            let completes = of_code.iter().any(|training| !training.sample.prompts.is_empty());
+            return match outputs.samples && !completes && trainings.is_empty() {
+                true => {
+                    Err("the section `sample` of its config has no prompts, so there is nothing to sample".to_owned())
+                }
+                false => Ok(()),
+            };
+        }
         if trainings.is_empty() {
             let mut types: Vec<&str> = self.process.iter().map(|process| process.process_type.name()).collect();
             types.dedup();

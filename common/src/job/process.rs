@@ -10,6 +10,7 @@ use super::extension::{EXTENSION_PREFIX, ExtensionProcess, ExtensionType};
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::lm_generate::LmGenerateProcess;
+use super::lm_trainer::LmTrainerProcess;
 use super::logging::LoggingConfig;
 use super::model::ModelConfig;
 use super::network::{NetworkConfig, NetworkType};
@@ -390,6 +391,8 @@ pub struct RareProcess {
 pub enum ProcessKind {
     /// Any training.
     Train(Box<TrainerProcess>),
+    /// `lm_trainer`.
+    LmTrain(Box<LmTrainerProcess>),
     /// `to_folder`.
     Generate(Box<GenerateProcess>),
     /// `batch_img2img`.
@@ -422,6 +425,7 @@ macro_rules! match_process {
     ($kind:expr, $process:ident => $body:expr, $rare:ident => $else:expr) => {
         match $kind {
             ProcessKind::Train($process) => $body,
+            ProcessKind::LmTrain($process) => $body,
             ProcessKind::Generate($process) => $body,
             ProcessKind::Img2Img($process) => $body,
             ProcessKind::LmGenerate($process) => $body,
@@ -452,7 +456,16 @@ impl Process {
         }
     }
 
-    /// The settings of the training, if this is one.
+    /// The settings of the training of a code model, if this is one.
+    #[must_use]
+    pub fn lm_trainer(&self) -> Option<&LmTrainerProcess> {
+        match &self.kind {
+            ProcessKind::LmTrain(process) => Some(process),
+            _ => None,
+        }
+    }
+
+    /// The settings of the training of an image model, if this is one.
     #[must_use]
     pub fn trainer(&self) -> Option<&TrainerProcess> {
         match &self.kind {
@@ -500,6 +513,7 @@ impl FieldValue for Process {
             | ProcessType::Slider
             | ProcessType::SliderOld
             | ProcessType::RescaleSd => ProcessKind::Train(FieldValue::read(node, cx)?),
+            ProcessType::LmTrainer => ProcessKind::LmTrain(FieldValue::read(node, cx)?),
             ProcessType::ToFolder => ProcessKind::Generate(FieldValue::read(node, cx)?),
             ProcessType::BatchImg2Img => ProcessKind::Img2Img(FieldValue::read(node, cx)?),
             ProcessType::LmGenerate => ProcessKind::LmGenerate(FieldValue::read(node, cx)?),

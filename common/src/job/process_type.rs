@@ -2,7 +2,7 @@
 
 use super::declare::choices;
 
-const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`), makes images (`to_folder`, \
+const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`, `lm_trainer`), makes images (`to_folder`, \
                      `batch_img2img`), generates texts (`lm_generate`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
                      a program of your own runs as `extension:NAME` (docs/extensions.md)";
 
@@ -25,6 +25,8 @@ choices! {
         ImageReferenceSlider = "image_reference_slider_trainer", Works;
         /// Make prompt A look like prompt B.
         ConceptReplacer = "concept_replacer", Refused(LATER);
+        /// Training of a code model.
+        LmTrainer = "lm_trainer", Works;
         /// Captions by Qwen3-VL.
         Qwen3VlCaptioner = "Qwen3VLCaptioner", Refused(LATER);
         /// Captions by Qwen3-Omni.

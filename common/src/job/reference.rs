@@ -9,7 +9,12 @@ use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::layer_rank::LayerRank;
-use super::lm_generate::{FillItem, LmGenerateConfig, LmGenerateProcess, LmModelConfig};
+use super::lm_generate;
+use super::lm_generate::{FillItem, LmGenerateConfig, LmGenerateProcess};
+use super::lm_trainer::{
+    LmDatasetConfig, LmModelConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerProcess,
+    LmValidationConfig,
+};
 use super::logging::LoggingConfig;
 use super::lr_factor::LrFactor;
 use super::model::ModelConfig;
@@ -75,7 +80,11 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
             LmGenerateProcess::describe(),
             false,
         ),
-        ("`model` of `lm_generate`", LmModelConfig::describe(), false),
+        (
+            "`model` of `lm_generate`",
+            lm_generate::LmModelConfig::describe(),
+            false,
+        ),
         ("`generate` of `lm_generate`", LmGenerateConfig::describe(), false),
         ("`generate.fill[]` of `lm_generate`", FillItem::describe(), false),
         ("`network.layer_ranks[]` (ours)", LayerRank::describe(), false),
@@ -91,6 +100,18 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ("`slider.targets[]`", SliderTarget::describe(), false),
         ("`slider.anchors[]`", SliderAnchor::describe(), false),
         ("`slider.datasets[]`", ReferenceDataset::describe(), false),
+        (
+            "`config.process[]`: `lm_trainer` (ours)",
+            LmTrainerProcess::describe(),
+            false,
+        ),
+        ("`model` of `lm_trainer`", LmModelConfig::describe(), false),
+        ("`network` of `lm_trainer`", LmNetworkConfig::describe(), false),
+        ("`datasets[]` of `lm_trainer`", LmDatasetConfig::describe(), false),
+        ("`validation` of `lm_trainer`", LmValidationConfig::describe(), false),
+        ("`train` of `lm_trainer`", LmTrainConfig::describe(), false),
+        ("`save` of `lm_trainer`", LmSaveConfig::describe(), false),
+        ("`sample` of `lm_trainer`", LmSampleConfig::describe(), false),
         ("`replacements[]`", Replacement::describe(), true),
         ("`config.process[]`: captioners", CaptionProcess::describe(), true),
         ("`caption`", CaptionConfig::describe(), true),

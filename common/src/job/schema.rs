@@ -73,6 +73,8 @@ pub enum InputKind {
     Dataset,
     /// A base model or a part of one: folder, file, or the id of a repository.
     Model,
+    /// A code model: a folder as Hugging Face has it. Never a repository.
+    LanguageModel,
     /// A LoRA or another adapter.
     Lora,
     /// A textual inversion.

@@ -331,6 +331,17 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
                 );
             }
         }
+        ProcessKind::LmTrain(process) => {
+            if process.training_folder.is_none() {
+                process.training_folder.clone_from(&body.training_folder);
+            }
+            if process.training_folder.is_none() {
+                cx.error_at(
+                    &format!("{path}.training_folder"),
+                    "a training needs a `training_folder`, such as `output`",
+                );
+            }
+        }
         ProcessKind::Extension(process) => {
             if process.training_folder.is_none() {
                 process.training_folder.clone_from(&body.training_folder);

@@ -8,6 +8,7 @@ use super::family::FamilySpeed;
 use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
 use super::job_memory::{Job, WorkKind, preserves};
 use super::json::{flag, largest, number, text};
+use super::language_model;
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
 use super::slider::SliderKind;
@@ -90,6 +91,14 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[Image
     let (kind, body) = kinds.iter().next()?;
     if let Some(demand) = of_conversion(kind) {
         return Some(demand);
+    }
+    if kind == "lm_train" {
+        let estimate = language_model::estimate(body, counts);
+        return Some(Demand {
+            family: language_model::FAMILY.to_owned(),
+            millipasses: to_thousandths(estimate.passes),
+            memory: estimate.memory,
+        });
     }
     let arch = text(body, "/model/arch")?;
     let name = FamilySpeed::of(arch).map_or_else(

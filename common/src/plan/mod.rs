@@ -10,6 +10,7 @@ mod headers;
 pub mod image_batches;
 mod job_memory;
 mod json;
+mod language_model;
 pub mod memory_options;
 mod names;
 pub mod need;

@@ -2,6 +2,7 @@
 
 use super::headers::{Tensor, WeightEncoding, tensors};
 use super::shapes::ModelShapes;
+use crate::fsutil::regular;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
@@ -49,11 +50,13 @@ struct Count {
 }
 
 impl ParameterCounts {
-    /// Counts the parameters of a diffusers folder or a single safetensors or GGUF file. `None` when the path is neither, or
-    /// has no denoiser.
+    /// Counts the parameters of a diffusers folder, a single safetensors or GGUF file, or the folder of a language model, whose
+    /// parameters count as those of the denoiser. `None` when the path is none of these, or has no denoiser.
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
-        let [denoiser, text, vae] = if path.is_dir() {
+        let [denoiser, text, vae] = if is_language_model(path) {
+            [parameters_below(path), Count::default(), Count::default()]
+        } else if path.is_dir() {
             let component = |names: &[&str]| {
                 let counts = names.iter().map(|name| parameters_below(&path.join(name)));
                 counts.fold(Count::default(), Count::add)
@@ -190,6 +193,18 @@ fn is_quantization_metadata(name: &str) -> bool {
         "comfy_quant",
     ];
     name.contains(".quant_state.") || names.contains(&last)
+}
+
+/// Whether a folder has a language model as transformers saves it, and no other one.
+fn is_language_model(folder: &Path) -> bool {
+    /// Longer than any config.
+    const MAX_CONFIG_BYTES: u64 = 16 << 20;
+    if folder.join("model_index.json").exists() {
+        return false;
+    }
+    let config = regular::read(&folder.join("config.json"), MAX_CONFIG_BYTES).ok();
+    let config = config.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
+    config.is_some_and(|config| config.get("model_type").is_some())
 }
 
 /// Counts the parameters in a component's folder: the sum of its shards, or the largest file, because the others are the same

@@ -52,6 +52,8 @@ pub struct AdapterConfig {
     pub parameter_threshold: u64,
     /// Only layers in the repeated blocks of a transformer ([`Part::block_lists`]) are targets.
     pub blocks_only: bool,
+    /// Layers with dotted names have the alpha too, because a file beside the saved one has it (peft's `adapter_config.json`).
+    pub has_alpha_file: bool,
 }
 
 impl Default for AdapterConfig {
@@ -72,6 +74,7 @@ impl Default for AdapterConfig {
             whole_in_out: false,
             parameter_threshold: 0,
             blocks_only: true,
+            has_alpha_file: false,
         }
     }
 }
@@ -156,6 +159,7 @@ impl AdapterConfig {
         let alpha = match part.names {
             // These names have an alpha beside them.
             AdapterNames::Kohya => alpha,
+            AdapterNames::Peft if self.has_alpha_file => alpha,
             // Their files have no alpha, so the scale is 1.
             AdapterNames::Peft => rank as f64,
         };

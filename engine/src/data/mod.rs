@@ -23,6 +23,7 @@ mod prepared_image;
 mod report;
 mod sizes;
 mod text_cache;
+pub mod tokens;
 mod training_image;
 
 pub use allowed_paths::AllowedPaths;

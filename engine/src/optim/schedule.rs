@@ -2,6 +2,7 @@
 //! state.
 
 use super::optimizer::OptimError;
+use aitk_common::job::lm_trainer::{LmScheduler, LmTrainConfig};
 use serde_json::{Map, Value};
 use std::f64::consts::PI;
 
@@ -24,6 +25,8 @@ enum Curve {
     Polynomial { lr_end: f64, power: f64, total: f64 },
     /// torch `StepLR`.
     Step { step_size: f64, gamma: f64 },
+    /// transformers `warmup_stable_decay` with a linear decay: `lr`, and from step `start` on down to `min_lr` over `decay` steps.
+    StableDecay { start: f64, decay: f64, min_lr: f64 },
 }
 
 /// The inputs of a schedule.
@@ -152,6 +155,35 @@ impl Schedule {
         })
     }
 
+    /// The schedule of a training of a language model with `steps` steps, as transformers defines it (`get_linear_schedule_with_warmup`,
+    /// `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` with linear decay). `lr`: after [`super::base_lr`].
+    #[must_use]
+    pub fn of_language_model(train: &LmTrainConfig, lr: f64, steps: u64) -> Self {
+        let warmup = train.warmup_steps.min(steps);
+        let (total, min_lr) = ((steps - warmup).max(1) as f64, train.min_lr);
+        let curve = match train.lr_scheduler {
+            LmScheduler::Constant => Curve::Constant { factor: 1.0 },
+            LmScheduler::Linear => Curve::Linear {
+                start_factor: 1.0,
+                end_factor: if lr > 0.0 { min_lr / lr } else { 0.0 },
+                total,
+            },
+            LmScheduler::Cosine => Curve::Cosine {
+                eta_min: min_lr,
+                t_max: total,
+            },
+            LmScheduler::Wsd => {
+                let decay = train.decay_steps.unwrap_or(steps / 10).clamp(1, steps.max(1)) as f64;
+                Curve::StableDecay {
+                    start: (total - decay).max(0.0),
+                    decay,
+                    min_lr,
+                }
+            }
+        };
+        Self { lr, warmup, curve }
+    }
+
     /// The learning rate of the update from `step` to `step + 1`.
     #[must_use]
     pub fn lr_at(&self, step: u64) -> f64 {
@@ -185,6 +217,10 @@ impl Schedule {
                 } else {
                     (self.lr - lr_end) * (1.0 - t / total).powf(power) + lr_end
                 }
+            }
+            Curve::StableDecay { start, decay, min_lr } => {
+                let progress = ((t - start) / decay).clamp(0.0, 1.0);
+                self.lr + (min_lr - self.lr) * progress
             }
             Curve::Step { step_size, gamma } => self.lr * gamma.powf((t / step_size).floor()),
         }

@@ -188,3 +188,39 @@ fn ema_averages_the_weights_and_swaps_them() {
     other.load_state(&state, updates).unwrap();
     assert_eq!(other.state().1, 2);
 }
+
+#[test]
+fn schedules_of_language_models_end_at_their_lowest_rate() {
+    use aitk_common::job::lm_trainer::{LmScheduler, LmTrainConfig};
+    let rates = |scheduler, decay_steps, steps: u64| -> Vec<f64> {
+        let train = LmTrainConfig {
+            lr_scheduler: scheduler,
+            lr: 1.0,
+            min_lr: if scheduler == LmScheduler::Constant { 0.0 } else { 0.2 },
+            warmup_steps: 2,
+            decay_steps,
+            ..LmTrainConfig::default()
+        };
+        let schedule = Schedule::of_language_model(&train, 1.0, steps);
+        let rounded = |step| (schedule.lr_at(step) * 1e4).round() / 1e4;
+        (0..=steps + 1).map(rounded).collect()
+    };
+    assert_eq!(rates(LmScheduler::Constant, None, 4), [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]);
+    assert_eq!(
+        rates(LmScheduler::Linear, None, 6),
+        [0.0, 0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    );
+    assert_eq!(rates(LmScheduler::Cosine, None, 4)[..5], [0.0, 0.5, 1.0, 0.6, 0.2]);
+    // Stable for two steps after the warm-up, then down in four.
+    assert_eq!(
+        rates(LmScheduler::Wsd, Some(4), 8),
+        [0.0, 0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    );
+    // Without room for all of it, the decay begins late; a tenth of few steps is one.
+    assert_eq!(rates(LmScheduler::Wsd, None, 5), [0.0, 0.5, 1.0, 1.0, 1.0, 0.2, 0.2]);
+    assert!(
+        rates(LmScheduler::Wsd, Some(9), 3)
+            .iter()
+            .all(|rate| (0.0..=1.0).contains(rate))
+    );
+}

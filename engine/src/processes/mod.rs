@@ -12,6 +12,7 @@ mod image_generator;
 mod img2img;
 mod job_metadata;
 mod lm_generate;
+mod lm_train;
 mod log_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -105,6 +106,7 @@ pub fn run_with_requests(
 fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
     match &process.kind {
         ProcessKind::Train(trainer) => train::run(trainer, context),
+        ProcessKind::LmTrain(process) => lm_train::run(process, context),
         ProcessKind::Generate(process) => generate::run(process, context),
         ProcessKind::Img2Img(process) => img2img::run(process, context),
         ProcessKind::LmGenerate(process) => lm_generate::run(process, context),

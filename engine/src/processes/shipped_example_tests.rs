@@ -73,6 +73,15 @@ fn prepare(root: &Path) {
             std::fs::write(folder.join(format!("cat{number}.txt")), "a red cat").unwrap();
         }
     }
+    for (file, text) in [
+        ("my_code/src/main.rs", "fn main() {}\n"),
+        ("my_code/tool.py", "def tool():\n    return 1\n"),
+        ("held_out/lib.rs", "pub fn one() -> u8 { 1 }\n"),
+    ] {
+        let file = root.join(file);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(file, text).unwrap();
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@
 mod data;
 mod embedding;
 mod event_artifact;
-mod folder;
+pub(in crate::processes) mod folder;
 mod image_batches;
 mod latents;
 mod learned_snr;
@@ -18,11 +18,11 @@ mod options;
 mod preservation;
 mod preview;
 mod prompts;
-mod record;
+pub(in crate::processes) mod record;
 mod resume;
 mod run;
 mod samples;
-mod save_files;
+pub(in crate::processes) mod save_files;
 mod saving;
 mod settings_check;
 mod sliders;
@@ -293,6 +293,7 @@ impl<'a> Run<'a> {
             let mut measured = Measured {
                 validation: None,
                 data_share: Some(self.data_time.as_secs_f64() / seconds).filter(|share| share.is_finite()),
+                ..Measured::default()
             };
             if let Some(fixed) = self.validation.clone().filter(|fixed| fixed.is_due(done, steps)) {
                 let start = Instant::now();

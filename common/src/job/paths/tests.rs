@@ -2,7 +2,7 @@ use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessTyp
 use super::super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, load_yaml, with_line_after};
-use super::super::{caption, extract, lm_generate};
+use super::super::{caption, extract, lm_generate, lm_trainer};
 use super::*;
 use std::collections::BTreeSet;
 
@@ -56,6 +56,13 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "datasets.caption_suffix",
             "datasets.default_caption",
             "datasets.replacements",
+            "datasets.include",
+            "datasets.exclude",
+            "datasets.text_column",
+            "datasets.prompt_column",
+            "datasets.completion_column",
+            "network.only_if_contains",
+            "network.ignore_if_contains",
             "datasets.diff_output_preservation_class",
             "generate.neg",
             "generate.stop",
@@ -157,13 +164,14 @@ fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     }
 }
 
-fn sections() -> [SectionInfo; 9] {
+fn sections() -> [SectionInfo; 10] {
     [
         Document::describe(),
         ConfigSection::describe(),
         TrainerProcess::describe(),
         GenerateProcess::describe(),
         Img2ImgProcess::describe(),
+        lm_trainer::LmTrainerProcess::describe(),
         lm_generate::LmGenerateProcess::describe(),
         caption::CaptionProcess::describe(),
         extract::ExtractProcess::describe(),

@@ -103,6 +103,12 @@ impl TextTokenizer {
         })
     }
 
+    /// The tokenizer itself, and its file.
+    #[must_use]
+    pub fn inner(&self) -> (&Tokenizer, &Path) {
+        (&self.tokenizer, &self.path)
+    }
+
     /// The text of ids, without special tokens.
     ///
     /// # Errors

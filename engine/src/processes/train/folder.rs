@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 
 /// The run folder `<output root>/<process name>/`. The names of its saves begin with the job's name, or with the trained word.
 #[derive(Clone, Debug)]
-pub(super) struct RunFolder {
+pub(in crate::processes) struct RunFolder {
     /// The output root, which artifact names are relative to.
-    pub(super) root: PathBuf,
+    pub(in crate::processes) root: PathBuf,
     /// The run folder.
-    pub(super) path: PathBuf,
+    pub(in crate::processes) path: PathBuf,
     /// The config file in it.
-    pub(super) config: PathBuf,
+    pub(in crate::processes) config: PathBuf,
     /// The names of its saves begin with this.
     stem: String,
     /// Whether saves are folders.
@@ -39,19 +39,39 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(12);
 /// How many checkpoints are kept on disk: the newest, and the one before in case the newest is damaged.
 const KEPT_CHECKPOINTS: usize = 2;
 
+/// The names of a run folder and of its saves.
+pub(in crate::processes) struct FolderNames<'a> {
+    /// `training_folder` of the process.
+    pub(in crate::processes) training_folder: Option<&'a str>,
+    /// `name` of the process.
+    pub(in crate::processes) name: Option<&'a str>,
+    /// What the names of saves begin with, and its key.
+    pub(in crate::processes) stem: (&'a str, &'a str),
+    /// Whether saves are folders.
+    pub(in crate::processes) folders: bool,
+}
+
 impl RunFolder {
     /// Creates and locks the folder and writes the config as the user wrote it: `${VAR}` is not expanded, so that the
     /// file holds no secrets.
     pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
-        let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
-        let name = process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job);
-        let stem = process.save_stem(&job);
-        for (key, name) in [
-            ("config.name", job.as_str()),
-            ("name", name),
-            ("embedding.trigger", stem),
-        ] {
+        let names = FolderNames {
+            training_folder: process.training_folder.as_deref(),
+            name: process.name.as_deref(),
+            stem: ("embedding.trigger", process.save_stem(&job)),
+            folders: process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers,
+        };
+        Self::open_as(&names, cx)
+    }
+
+    /// As [`Self::open`], for a process of any type.
+    pub(in crate::processes) fn open_as(names: &FolderNames<'_>, cx: &mut Context<'_>) -> Result<Self> {
+        let root = cx.output_root(names.training_folder);
+        let job = cx.job.name.clone();
+        let name = names.name.filter(|n| !n.is_empty()).unwrap_or(&job);
+        let (stem_key, stem) = names.stem;
+        for (key, name) in [("config.name", job.as_str()), ("name", name), (stem_key, stem)] {
             // Job validation checks them too; they are checked again because they become paths here.
             naming::check_name(name).map_err(|why| EngineError::bad_input(format!("{key}: {why}")))?;
         }
@@ -73,18 +93,18 @@ impl RunFolder {
             path,
             config,
             stem: stem.to_owned(),
-            folders: process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers,
+            folders: names.folders,
             _lock: lock,
         })
     }
 
     /// The folder of the checkpoints (exact states).
-    pub(super) fn checkpoints(&self) -> PathBuf {
+    pub(in crate::processes) fn checkpoints(&self) -> PathBuf {
         self.path.join(".aitk/checkpoints")
     }
 
     /// The folder of the sample images.
-    pub(super) fn samples(&self) -> PathBuf {
+    pub(in crate::processes) fn samples(&self) -> PathBuf {
         self.path.join(SAMPLES)
     }
 
@@ -102,12 +122,12 @@ impl RunFolder {
     }
 
     /// The path of the save of a step: a file or a folder.
-    pub(super) fn step_save(&self, step: u64) -> PathBuf {
+    pub(in crate::processes) fn step_save(&self, step: u64) -> PathBuf {
         self.path.join(self.save_name(Some(step)))
     }
 
     /// The path of the final save.
-    pub(super) fn final_save(&self) -> PathBuf {
+    pub(in crate::processes) fn final_save(&self) -> PathBuf {
         self.path.join(self.save_name(None))
     }
 
@@ -126,15 +146,14 @@ impl RunFolder {
     }
 
     /// Removes old step saves and old checkpoints, after the save of `step`. Returns what is removed, including saves
-    /// that another machine made and that are not on this disk.
-    pub(super) fn apply_retention(
+    /// that another machine made and that are not on this disk. `keep`: so many step saves stay; 0: all.
+    pub(in crate::processes) fn apply_retention(
         &self,
-        process: &TrainerProcess,
+        keep: u64,
         step: u64,
         other: OtherSaves<'_>,
     ) -> Result<ExpiredSaves> {
         aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), KEPT_CHECKPOINTS).map_err(checkpoint_error)?;
-        let keep = process.save.max_step_saves_to_keep;
         if keep == 0 {
             return Ok(ExpiredSaves::default());
         }
@@ -172,20 +191,20 @@ impl RunFolder {
 
 /// Step saves that may not be on this disk, or do not count.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct OtherSaves<'a> {
+pub(in crate::processes) struct OtherSaves<'a> {
     /// Steps at which attempts were interrupted: their saves are neither counted nor removed.
-    pub(super) interrupted: &'a [u64],
+    pub(in crate::processes) interrupted: &'a [u64],
     /// Steps whose saves are kept, perhaps made on another machine.
-    pub(super) kept: &'a [u64],
+    pub(in crate::processes) kept: &'a [u64],
 }
 
 /// What retention removed.
 #[derive(Debug, Default)]
-pub(super) struct ExpiredSaves {
+pub(in crate::processes) struct ExpiredSaves {
     /// The steps of the removed saves.
-    pub(super) steps: Vec<u64>,
+    pub(in crate::processes) steps: Vec<u64>,
     /// Their files.
-    pub(super) files: Vec<PathBuf>,
+    pub(in crate::processes) files: Vec<PathBuf>,
 }
 
 /// Locks the folder, because two runs in one folder would overwrite each other's files. It waits a while for a run that
@@ -222,7 +241,7 @@ fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
 }
 
 /// Converts a checkpoint error to the engine's error.
-pub(super) fn checkpoint_error(error: CheckpointError) -> EngineError {
+pub(in crate::processes) fn checkpoint_error(error: CheckpointError) -> EngineError {
     match error {
         CheckpointError::Fs(error) => error.into(),
         other => EngineError::bad_input(other.to_string()),

@@ -175,7 +175,9 @@ impl Run<'_> {
             // A run in place has all of them on its disk, unless the user removed some.
             kept: if cx.has_staged_inputs() { &self.kept_saves } else { &[] },
         };
-        let expired = self.folder.apply_retention(self.process, step, saves)?;
+        let expired = self
+            .folder
+            .apply_retention(self.process.save.max_step_saves_to_keep, step, saves)?;
         self.kept_saves.retain(|save| !expired.steps.contains(save));
         for removed in expired.files {
             let name = artifact_name(&self.folder.root, &removed);

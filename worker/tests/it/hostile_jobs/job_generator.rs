@@ -38,7 +38,7 @@ pub(super) const INPUTS: [&str; 8] = [
     "lora.safetensors",
 ];
 
-const CONFIGS: [&str; 7] = [
+const CONFIGS: [&str; 8] = [
     "job: extension
 config:
   name: base
@@ -99,6 +99,23 @@ config:
       output_folder: out
       model: {name_or_path: model, dtype: float32}
       generate: {prompts: words.txt, fill: [{prefix: a, suffix: b}], stop: [x], temperature: 0.5, top_k: 3, max_new_tokens: 2}
+cluster: {memory_budget: 768MiB}
+",
+    "job: extension
+config:
+  name: base
+  process:
+    - type: lm_trainer
+      training_folder: out
+      model: {name_or_path: model, dtype: float32}
+      network: {type: lora, linear: 2, only_if_contains: [q_proj]}
+      datasets: [{path: data, include: ['*.txt'], repeats: 2}]
+      context: 32
+      fim_rate: 0.5
+      validation: {share: 0.5, every: 2, max_rows: 2}
+      train: {steps: 2, lr_scheduler: wsd, decay_steps: 1, warmup_steps: 1, min_lr: 1e-6}
+      save: {save_every: 1, max_step_saves_to_keep: 1}
+      sample: {prompts: [x], sample_every: 1, max_new_tokens: 2}
 cluster: {memory_budget: 768MiB}
 ",
     "job: extract
@@ -166,6 +183,7 @@ impl JobGenerator {
             job::process::TrainerProcess::describe(),
             job::process::GenerateProcess::describe(),
             job::process::Img2ImgProcess::describe(),
+            job::lm_trainer::LmTrainerProcess::describe(),
             job::lm_generate::LmGenerateProcess::describe(),
             job::extract::ExtractProcess::describe(),
             job::extract::RescaleLoraProcess::describe(),

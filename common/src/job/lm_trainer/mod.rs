@@ -1,0 +1,119 @@
+//! `type: lm_trainer`: trains a code model (a decoder-only language model) from token sequences, texts and code files.
+
+mod dataset;
+mod model;
+mod network;
+mod sample;
+mod save;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+mod train;
+mod validation;
+
+pub use dataset::{LmDatasetConfig, LmDatasetKind};
+pub use model::LmModelConfig;
+pub use network::{LmNetworkConfig, LmNetworkType};
+pub use sample::LmSampleConfig;
+pub use save::LmSaveConfig;
+pub use train::{LmScheduler, LmTrainConfig};
+pub use validation::LmValidationConfig;
+
+use super::declare::section;
+use super::limits::{MAX_BATCH_TOKENS, MAX_CONTEXT, MAX_DATASETS};
+use super::logging::LoggingConfig;
+use super::process_type::ProcessType;
+use super::schema::{PresentKeys, ReadContext};
+
+section! {
+    /// A process that trains a code model.
+    pub struct LmTrainerProcess("process") {
+        /// `lm_trainer`.
+        kind as "type": ProcessType = ProcessType::LmTrainer, Works, shown "required";
+        /// Name of the run folder.
+        name: Option<String> = None, Works, shown "`config.name`";
+        /// The run folder is `training_folder/name`.
+        training_folder: Option<String> = None, Works, shown "the job's";
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
+        /// Seed of everything random in the training. Absent: chosen once per job.
+        training_seed: Option<i64> = None, Works;
+        /// The base model.
+        model [required]: LmModelConfig = LmModelConfig::default(), Works;
+        /// The LoRA to train. Absent: the whole model is trained.
+        network: Option<LmNetworkConfig> = None, Works;
+        /// Training data.
+        datasets [required]: Vec<LmDatasetConfig> = Vec::new(), Works;
+        /// Tokens of a row: longer documents are split into documents of this length.
+        context: u32 = 1024, Works;
+        /// Put several documents into a row. A token attends only to its own document. False: a row for each document, filled up to the longest
+        /// one of its batch.
+        packing: bool = true, Works;
+        /// Share of the documents that are trained as fill-in-the-middle: prefix, suffix, middle.
+        fim_rate: f64 = 0.0, Works;
+        /// Share of these documents in the order suffix, prefix, middle (SPM).
+        fim_spm_rate: f64 = 0.5, Works;
+        /// Held-out documents on which the loss is measured. Absent: none.
+        validation: Option<LmValidationConfig> = None, Works;
+        /// The training loop.
+        train: LmTrainConfig = LmTrainConfig::default(), Works;
+        /// When and how to save.
+        save: LmSaveConfig = LmSaveConfig::default(), Works;
+        /// Completions of prompts during the training.
+        sample: LmSampleConfig = LmSampleConfig::default(), Works;
+        /// Logging.
+        logging: LoggingConfig = LoggingConfig::default(), Works;
+    }
+    finish = finish;
+}
+
+fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadContext) {
+    if present.has("datasets") && process.datasets.is_empty() {
+        cx.error_at("datasets", "needs at least one data set (`- path: …`)");
+    }
+    cx.check_item_count("datasets", process.datasets.len(), MAX_DATASETS);
+    if process.context < 2 {
+        cx.error_at(
+            "context",
+            format!(
+                "expected at least 2 tokens, found {}: a token is predicted from those before it",
+                process.context
+            ),
+        );
+    }
+    cx.check_at_most("context", process.context, MAX_CONTEXT);
+    let tokens = u64::from(process.context) * u64::from(process.train.batch_size);
+    if process.context <= MAX_CONTEXT && tokens > MAX_BATCH_TOKENS {
+        let message = format!(
+            "expected at most {MAX_BATCH_TOKENS} tokens in a batch, found {} rows of {}: use `gradient_accumulation`",
+            process.train.batch_size, process.context
+        );
+        cx.error_at("train.batch_size", message);
+    }
+    cx.check_in_range("fim_rate", process.fim_rate, 0.0..=1.0);
+    cx.check_in_range("fim_spm_rate", process.fim_spm_rate, 0.0..=1.0);
+    // A job that was read before has every key.
+    if process.fim_spm_rate != LmTrainerProcess::default().fim_spm_rate && process.fim_rate == 0.0 {
+        cx.error_at(
+            "fim_spm_rate",
+            "has no effect without `fim_rate`: set it, or remove this key",
+        );
+    }
+    if process.fim_rate > 0.0 && process.context < MIN_FIM_CONTEXT {
+        let message = format!("needs a `context` of at least {MIN_FIM_CONTEXT} tokens: three of them mark the parts");
+        cx.error_at("fim_rate", message);
+    }
+    if process.model.quantize && process.network.is_none() {
+        let message = "only a frozen model is quantised, and without a `network` the whole model is trained: add one, or remove this key";
+        cx.error_at("model.quantize", message);
+    }
+    if let Some(seed) = process.training_seed.filter(|seed| *seed < 0) {
+        cx.error_at(
+            "training_seed",
+            format!("expected a whole number of at least 0, found {seed}"),
+        );
+    }
+}
+
+/// The shortest context of documents with parts that are marked.
+const MIN_FIM_CONTEXT: u32 = 16;

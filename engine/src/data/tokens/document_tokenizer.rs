@@ -1,0 +1,165 @@
+//! Texts to tokens of documents, with the tokenizer of a model's folder.
+
+use super::fill_in_middle::FimTokens;
+use crate::error::{EngineError, Result};
+use crate::models::decoder::TextTokenizer;
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use serde_json::Value;
+use std::path::Path;
+use tokenizers::{Encoding, Tokenizer};
+
+/// Bytes of a text that are converted at a time: the tokenizer takes a hundred times as much memory.
+const MAX_PART_BYTES: usize = 1 << 20;
+
+/// The parts of a long text, with their beginnings: each ends with a line, where tokenizers of code begin a new token, or else with a character.
+fn parts(text: &str, most: usize) -> Vec<(usize, &str)> {
+    let mut parts = Vec::new();
+    let mut start = 0;
+    while text.len() - start > most {
+        let limit = (start + 1..=start + most).rev().find(|at| text.is_char_boundary(*at));
+        let limit = limit.unwrap_or(text.len());
+        let line = text[start..limit].rfind('\n').map(|at| start + at + 1);
+        let end = line.unwrap_or(limit);
+        parts.push((start, &text[start..end]));
+        start = end;
+    }
+    parts.push((start, &text[start..]));
+    parts
+}
+
+/// The tokenizer of a language model, with the token that ends a document.
+#[derive(Clone, Debug)]
+pub struct DocumentTokenizer {
+    base: TextTokenizer,
+    end: Option<u32>,
+}
+
+impl DocumentTokenizer {
+    /// Whether a model's folder has a tokenizer.
+    #[must_use]
+    pub fn exists(folder: &Path) -> bool {
+        folder.join("tokenizer.json").is_file()
+    }
+
+    /// Opens the tokenizer of a model with `vocabulary` tokens.
+    ///
+    /// # Errors
+    /// When it is missing or damaged, or has tokens that the model does not have.
+    pub fn open(folder: &Path, vocabulary: usize) -> Result<Self> {
+        let base = TextTokenizer::open(folder, vocabulary)?;
+        let end = end_token(folder, base.inner().0)?;
+        Ok(Self { base, end })
+    }
+
+    /// The token that ends a document. `None`: the model has none.
+    #[must_use]
+    pub fn end(&self) -> Option<u32> {
+        self.end
+    }
+
+    /// The tokens for fill-in-the-middle.
+    ///
+    /// # Errors
+    /// When the tokenizer has none.
+    pub fn fim(&self) -> Result<FimTokens> {
+        let Some(tokens) = self.base.fill_tokens() else {
+            return Err(EngineError::bad_input(format!(
+                "{}: fill-in-the-middle needs tokens that mark prefix, middle and suffix (`<fim_prefix>`, `<|fim_prefix|>`, …), and this \
+                 tokenizer has none: set `fim_rate: 0`",
+                self.base.inner().1.display()
+            )));
+        };
+        let [prefix, suffix, middle] = tokens.ids;
+        Ok(FimTokens { prefix, middle, suffix })
+    }
+
+    /// The tokens of a text. `special`: with the tokens that the model has at the beginning of a text.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let mut ids = Vec::new();
+        for (start, part) in parts(text, MAX_PART_BYTES) {
+            ids.extend_from_slice(self.encoding(part, special && start == 0)?.get_ids());
+        }
+        Ok(ids)
+    }
+
+    /// The tokens of a text without special ones, and where each begins in the text, in bytes.
+    pub(super) fn encode_with_starts(&self, text: &str) -> Result<(Vec<u32>, Vec<usize>)> {
+        let (mut ids, mut starts) = (Vec::new(), Vec::new());
+        for (first, part) in parts(text, MAX_PART_BYTES) {
+            let encoding = self.encoding(part, false)?;
+            ids.extend_from_slice(encoding.get_ids());
+            starts.extend(encoding.get_offsets().iter().map(|(start, _)| first + start));
+        }
+        Ok((ids, starts))
+    }
+
+    fn encoding(&self, text: &str, special: bool) -> Result<Encoding> {
+        let (tokenizer, path) = self.base.inner();
+        tokenizer.encode(text, special).map_err(|error| {
+            EngineError::model_config(path, format!("a text could not be converted to tokens: {error}"))
+        })
+    }
+
+    /// The text of tokens, without special ones.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.base.decode(ids)
+    }
+}
+
+/// The token that ends a document: `eos_token` of `tokenizer_config.json` or of `special_tokens_map.json`, else the (first)
+/// `eos_token_id` of `config.json`.
+fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let path = folder.join(file);
+        let Some(json) = read_json(&path)? else { continue };
+        let token = json.get("eos_token");
+        let name = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
+        if let Some(name) = name {
+            let id = tokenizer.token_to_id(name).ok_or_else(|| {
+                EngineError::model_config(
+                    &path,
+                    format!("`eos_token` is `{name}`, which tokenizer.json does not have"),
+                )
+            })?;
+            return Ok(Some(id));
+        }
+    }
+    let Some(config) = read_json(&folder.join("config.json"))? else {
+        return Ok(None);
+    };
+    let id = config.get("eos_token_id");
+    let id = id.and_then(|id| id.as_u64().or_else(|| id.as_array()?.first()?.as_u64()));
+    Ok(id
+        .and_then(|id| u32::try_from(id).ok())
+        .filter(|id| tokenizer.id_to_token(*id).is_some()))
+}
+
+fn read_json(path: &Path) -> Result<Option<Value>> {
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let bytes = regular::read(path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(path, error))?;
+    let json = serde_json::from_slice(&bytes).map_err(|error| EngineError::model_config(path, error.to_string()))?;
+    Ok(Some(json))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parts;
+
+    #[test]
+    fn long_texts_are_converted_in_parts_of_whole_lines_or_characters() {
+        assert_eq!(parts("", 4), [(0, "")]);
+        assert_eq!(parts("abcd", 4), [(0, "abcd")]);
+        assert_eq!(parts("a\nb\ncd", 5), [(0, "a\nb\n"), (4, "cd")]);
+        assert_eq!(parts("abcdefgh", 3), [(0, "abc"), (3, "def"), (6, "gh")]);
+        assert_eq!(parts("ääää", 3), [(0, "ä"), (2, "ä"), (4, "ä"), (6, "ä")]);
+    }
+}

@@ -1,0 +1,461 @@
+//! Reads data sets into a [`DocumentStore`].
+
+use super::document_tokenizer::DocumentTokenizer;
+use super::documents::{Document, DocumentStore, MAX_DOCUMENTS};
+use super::file_list::{FileFilter, has_ending, list_files};
+use super::fill_in_middle::{FimRates, FimTokens};
+use super::patterns::Patterns;
+use super::record::{Columns, Record};
+use super::record_file::read_records;
+use crate::error::{EngineError, Result};
+use crate::rng::{TorchGenerator, generator_for};
+use aitk_common::fsutil::regular;
+use std::path::{Path, PathBuf};
+
+/// The largest text or code file, in bytes.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// What the files of a source contain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SourceKind {
+    /// By the path.
+    Auto,
+    /// JSON and JSONL.
+    Records,
+    /// Texts.
+    Text,
+}
+
+/// A data set on this machine.
+#[derive(Clone, Debug)]
+pub struct DataSource {
+    /// The file or folder.
+    pub path: PathBuf,
+    /// What the files contain.
+    pub kind: SourceKind,
+    /// Patterns of the files of a folder that belong to it; empty: all.
+    pub include: Vec<String>,
+    /// Patterns of files that do not.
+    pub exclude: Vec<String>,
+    /// The field of records with a text.
+    pub text_column: String,
+    /// The field of records with a text that is given.
+    pub prompt_column: String,
+    /// The field of records with the text after it.
+    pub completion_column: String,
+    /// How often it is in an epoch.
+    pub repeats: u32,
+    /// Whether a link that leads out of the folder is an error.
+    pub stay_in_folder: bool,
+    /// Whether all of its documents are held out.
+    pub is_held_out: bool,
+}
+
+/// How data sets are read.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadOptions<'a> {
+    /// The longest document in tokens.
+    pub context: usize,
+    /// The number of tokens of the model.
+    pub vocabulary: usize,
+    /// Fill-in-the-middle.
+    pub fim: FimRates,
+    /// The seed of cuts and of held-out documents.
+    pub seed: u64,
+    /// The share of the documents that are held out.
+    pub held_out: f64,
+    /// The tokenizer, where the model has one.
+    pub tokenizer: Option<&'a DocumentTokenizer>,
+    /// The model's folder, for messages.
+    pub model: &'a Path,
+}
+
+/// The documents of data sets.
+#[derive(Debug)]
+pub struct ReadData {
+    /// Their tokens.
+    pub store: DocumentStore,
+    /// Those that are trained on; with repeats several times.
+    pub trained: Vec<Document>,
+    /// Those on which the loss is measured.
+    pub held_out: Vec<Document>,
+    /// What the user should know, each once.
+    pub notes: Vec<String>,
+}
+
+/// Reads data sets in their order. `folder`: where the temporary file is made. `progress` is called after each file or record, with the
+/// number of documents so far; its error ends the reading.
+///
+/// # Errors
+/// When a data set is missing, empty or damaged, has token ids that the model does not have, or needs a tokenizer that is not there.
+pub fn read_documents(
+    sources: &[DataSource],
+    options: ReadOptions<'_>,
+    folder: &Path,
+    progress: &mut dyn FnMut(usize) -> Result<()>,
+) -> Result<ReadData> {
+    let fim = match options.fim.rate > 0.0 {
+        true => Some(tokenizer_of(&options)?.fim()?),
+        false => None,
+    };
+    let mut reader = Reader {
+        options,
+        fim,
+        data: ReadData {
+            store: DocumentStore::new(folder)?,
+            trained: Vec::new(),
+            held_out: Vec::new(),
+            notes: Vec::new(),
+        },
+        documents: 0,
+        counts: Counts::default(),
+    };
+    for source in sources {
+        reader.read_source(source, progress)?;
+    }
+    reader.finish()
+}
+
+fn tokenizer_of<'a>(options: &ReadOptions<'a>) -> Result<&'a DocumentTokenizer> {
+    options.tokenizer.ok_or_else(|| {
+        EngineError::bad_input(format!(
+            "{}: the model's folder has no tokenizer.json, which texts need: copy it from the model's repository, or train on token \
+             sequences (`[[1, 2, 3], …]` in a .json or .jsonl file)",
+            options.model.display()
+        ))
+    })
+}
+
+/// What is said once.
+#[derive(Default)]
+struct Counts {
+    /// Documents that were split, and into how many.
+    split: usize,
+    pieces: usize,
+    /// Documents of which nothing can be predicted.
+    short: usize,
+    /// Documents or pieces of a prompt alone.
+    given: usize,
+    /// Files that are not text, and the first.
+    not_text: usize,
+    first_not_text: Option<PathBuf>,
+}
+
+/// Tokens of a document, and how many at the beginning are given.
+struct Tokens {
+    ids: Vec<u32>,
+    given: usize,
+}
+
+struct Reader<'a> {
+    options: ReadOptions<'a>,
+    fim: Option<FimTokens>,
+    data: ReadData,
+    /// The number of documents in the files so far.
+    documents: u64,
+    counts: Counts,
+}
+
+impl Reader<'_> {
+    fn read_source(&mut self, source: &DataSource, progress: &mut dyn FnMut(usize) -> Result<()>) -> Result<()> {
+        let name = source.path.to_string_lossy();
+        if has_ending(&name, "parquet") {
+            return Err(EngineError::bad_input(format!(
+                "{name}: Parquet files are not read: convert the data set to JSONL, one record per line"
+            )));
+        }
+        let is_folder = source.path.is_dir();
+        let is_json = has_ending(&name, "json") || has_ending(&name, "jsonl");
+        let has_records = match source.kind {
+            SourceKind::Records => true,
+            SourceKind::Text => false,
+            SourceKind::Auto => !is_folder && is_json,
+        };
+        let filter = FileFilter {
+            include: Patterns::new(&source.include),
+            exclude: Patterns::new(&source.exclude),
+            endings: if has_records { &["json", "jsonl"] } else { &[] },
+        };
+        if !is_folder && !(source.include.is_empty() && source.exclude.is_empty()) {
+            return Err(EngineError::bad_input(format!(
+                "{name}: `include` and `exclude` choose files of a folder, and this is a file: remove them"
+            )));
+        }
+        let files = list_files(&source.path, &filter, source.stay_in_folder)?;
+        let before = self.documents;
+        for file in &files {
+            match has_records {
+                true => self.read_record_file(file, source, progress)?,
+                false => self.read_text_file(file, source)?,
+            }
+            progress(self.data.trained.len() + self.data.held_out.len())?;
+        }
+        if self.documents == before {
+            let what = match (files.len(), has_records) {
+                (0, true) => "no .json or .jsonl file in it (`include` and `exclude` choose others)".to_owned(),
+                (0, false) => "no file in it that `include` and `exclude` choose".to_owned(),
+                (1, _) => "there is no document in it".to_owned(),
+                (count, _) => format!("there is no document in its {count} files"),
+            };
+            return Err(EngineError::bad_input(format!("{name}: {what}")));
+        }
+        Ok(())
+    }
+
+    fn read_record_file(
+        &mut self,
+        file: &Path,
+        source: &DataSource,
+        progress: &mut dyn FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        let columns = Columns {
+            text: source.text_column.clone(),
+            prompt: source.prompt_column.clone(),
+            completion: source.completion_column.clone(),
+        };
+        let vocabulary = self.options.vocabulary;
+        read_records(file, &columns, vocabulary, &mut |record, place| {
+            self.add_record(record, source).map_err(|error| match error {
+                EngineError::BadInput(message) if !message.contains(place) => {
+                    EngineError::bad_input(format!("{place}: {message}"))
+                }
+                other => other,
+            })?;
+            progress(self.data.trained.len() + self.data.held_out.len())
+        })
+    }
+
+    fn read_text_file(&mut self, file: &Path, source: &DataSource) -> Result<()> {
+        let (_, bytes) = regular::open(file).map_err(|error| EngineError::io(file, error))?;
+        if bytes > MAX_FILE_BYTES {
+            return Err(EngineError::bad_input(format!(
+                "{}: a text of {} MiB; the longest is {} MiB: split it, or leave it out with `exclude`",
+                file.display(),
+                bytes >> 20,
+                MAX_FILE_BYTES >> 20
+            )));
+        }
+        let bytes = regular::read(file, MAX_FILE_BYTES).map_err(|error| EngineError::io(file, error))?;
+        match String::from_utf8(bytes) {
+            // A zero byte is in no source file, and in most binary ones.
+            Ok(text) if !text.contains('\0') => {
+                let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+                self.add_text(text, source)
+            }
+            _ => {
+                self.counts.not_text += 1;
+                self.counts.first_not_text.get_or_insert_with(|| file.to_path_buf());
+                Ok(())
+            }
+        }
+    }
+
+    fn add_record(&mut self, record: Record, source: &DataSource) -> Result<()> {
+        match record {
+            Record::Text(text) => self.add_text(&text, source),
+            Record::Tokens(ids) => {
+                self.add_document(source, |reader, generator| Ok(reader.cut_tokens(&ids, generator)))
+            }
+            Record::Pair { prompt, completion } => {
+                let tokenizer = tokenizer_of(&self.options)?;
+                let mut ids = tokenizer.encode(&prompt, true)?;
+                let given = ids.len();
+                ids.extend(tokenizer.encode(&completion, false)?);
+                ids.extend(tokenizer.end());
+                let context = self.options.context;
+                self.add_document(source, |_, _| Ok(windows(&ids, given, context)))
+            }
+        }
+    }
+
+    fn add_text(&mut self, text: &str, source: &DataSource) -> Result<()> {
+        let tokenizer = tokenizer_of(&self.options)?;
+        if self.fim.is_some() {
+            return self.add_document(source, |reader, generator| reader.cut_text(tokenizer, text, generator));
+        }
+        let mut ids = tokenizer.encode(text, true)?;
+        ids.extend(tokenizer.end());
+        let context = self.options.context;
+        self.add_document(source, |_, _| Ok(windows(&ids, 0, context)))
+    }
+
+    /// Adds a document of the files: its pieces as `pieces` makes them, for each repeat with another generator.
+    fn add_document(
+        &mut self,
+        source: &DataSource,
+        pieces: impl Fn(&Self, &mut TorchGenerator) -> Result<Vec<Tokens>>,
+    ) -> Result<()> {
+        let (options, index) = (self.options, self.documents);
+        self.documents += 1;
+        let is_held_out = source.is_held_out
+            || (options.held_out > 0.0
+                && generator_for(options.seed, "held-out", index, 0).rand_f64(1)[0] < options.held_out);
+        let repeats = if is_held_out { 1 } else { source.repeats };
+        // Without cuts all repeats are the same.
+        let stored = if self.fim.is_some() { repeats } else { 1 };
+        for repeat in 0..stored {
+            let mut generator = generator_for(options.seed, "fim", index, u64::from(repeat));
+            let pieces = pieces(self, &mut generator)?;
+            if repeat == 0 {
+                self.counts.split += usize::from(pieces.len() > 1);
+                self.counts.pieces += if pieces.len() > 1 { pieces.len() } else { 0 };
+                self.counts.short += usize::from(pieces.iter().all(|piece| piece.ids.len() < 2));
+            }
+            for piece in pieces {
+                if piece.ids.len() < 2 {
+                    continue;
+                }
+                if piece.given >= piece.ids.len() {
+                    self.counts.given += usize::from(repeat == 0);
+                    continue;
+                }
+                let document = self.data.store.add(&piece.ids, piece.given)?;
+                let (list, times) = match is_held_out {
+                    true => (&mut self.data.held_out, 1),
+                    false => (&mut self.data.trained, (repeats / stored) as usize),
+                };
+                if list.len() + times > MAX_DOCUMENTS {
+                    return Err(EngineError::bad_input(format!(
+                        "{}: the data sets have more than {MAX_DOCUMENTS} documents of up to `context` tokens, counted with `repeats`: use \
+                         fewer of them",
+                        source.path.display()
+                    )));
+                }
+                list.extend(std::iter::repeat_n(document, times));
+            }
+        }
+        Ok(())
+    }
+
+    /// The pieces of a text for fill-in-the-middle, each cut between characters or left as it is.
+    fn cut_text(
+        &self,
+        tokenizer: &DocumentTokenizer,
+        text: &str,
+        generator: &mut TorchGenerator,
+    ) -> Result<Vec<Tokens>> {
+        let Some(fim) = self.fim else {
+            return Ok(Vec::new());
+        };
+        let most = self.options.context;
+        let (ids, starts) = tokenizer.encode_with_starts(text)?;
+        // A cut splits tokens, and adds those of the parts and of the end.
+        let length = match ids.len() + CUT_TOKENS <= most {
+            true => ids.len().max(1),
+            false => most - CUT_TOKENS,
+        };
+        let mut pieces = Vec::new();
+        for first in (0..ids.len()).step_by(length) {
+            let last = (first + length).min(ids.len());
+            let start = if first == 0 { 0 } else { boundary(text, starts[first]) };
+            let end = starts.get(last).map_or(text.len(), |end| boundary(text, *end));
+            let piece = text.get(start..end).unwrap_or_default();
+            let positions: Vec<usize> = piece.char_indices().map(|(at, _)| at).chain([piece.len()]).collect();
+            let cut = self.options.fim.draw(positions.len() - 1, generator);
+            let mut tokens = match cut {
+                None if ids.len() == length => tokenizer.encode(text, true)?,
+                None => ids[first..last].to_vec(),
+                Some(cut) => {
+                    let parts = cut
+                        .parts
+                        .map(|part| tokenizer.encode(&piece[positions[part.start]..positions[part.end]], false));
+                    let [prefix, middle, suffix] = parts;
+                    let end = usize::from(tokenizer.end().is_some());
+                    let mut joined = fim.join([&prefix?, &middle?, &suffix?], cut.is_spm, most - end);
+                    // It says where the middle ends.
+                    joined.extend(tokenizer.end());
+                    pieces.push(Tokens { ids: joined, given: 0 });
+                    continue;
+                }
+            };
+            if last == ids.len() {
+                tokens.extend(tokenizer.end());
+            }
+            tokens.truncate(most);
+            pieces.push(Tokens { ids: tokens, given: 0 });
+        }
+        Ok(pieces)
+    }
+
+    /// The pieces of a token sequence, cut between tokens where fill-in-the-middle is on.
+    fn cut_tokens(&self, ids: &[u32], generator: &mut TorchGenerator) -> Vec<Tokens> {
+        let (context, Some(fim)) = (self.options.context, self.fim) else {
+            return windows(ids, 0, self.options.context);
+        };
+        let length = match ids.len() + 3 <= context {
+            true => ids.len().max(1),
+            false => context - 3,
+        };
+        let pieces = ids.chunks(length).map(|piece| {
+            let ids = match self.options.fim.draw(piece.len(), generator) {
+                None => piece.to_vec(),
+                Some(cut) => fim.join(cut.parts.map(|part| &piece[part]), cut.is_spm, context),
+            };
+            Tokens { ids, given: 0 }
+        });
+        pieces.collect()
+    }
+
+    fn finish(mut self) -> Result<ReadData> {
+        let (counts, context) = (&self.counts, self.options.context);
+        let notes = &mut self.data.notes;
+        if let Some(first) = &counts.first_not_text {
+            notes.push(format!(
+                "{} files are no UTF-8 text and are left out, such as {}",
+                counts.not_text,
+                first.display()
+            ));
+        }
+        if counts.split > 0 {
+            notes.push(format!(
+                "{} documents are longer than the context of {context} tokens: they are split into {}",
+                counts.split, counts.pieces
+            ));
+        }
+        if counts.short > 0 {
+            notes.push(format!(
+                "{} documents have fewer than two tokens, so that there is nothing to predict: they are left out",
+                counts.short
+            ));
+        }
+        if counts.given > 0 {
+            notes.push(format!(
+                "{} pieces of {context} tokens consist of a prompt alone and are left out: raise `context` for longer prompts",
+                counts.given
+            ));
+        }
+        if self.data.trained.is_empty() {
+            let why = notes.join("; ");
+            return Err(EngineError::bad_input(format!(
+                "datasets: there is nothing to train on{}",
+                if why.is_empty() {
+                    String::new()
+                } else {
+                    format!(": {why}")
+                }
+            )));
+        }
+        self.data.store.finish()?;
+        Ok(self.data)
+    }
+}
+
+/// Tokens that a cut adds at most, besides those of the document: three marks, the end, and tokens that were split at both ends of the middle.
+const CUT_TOKENS: usize = 8;
+
+/// The nearest boundary of a character at or before a position.
+fn boundary(text: &str, at: usize) -> usize {
+    (0..=at.min(text.len()))
+        .rev()
+        .find(|at| text.is_char_boundary(*at))
+        .unwrap_or(0)
+}
+
+/// The pieces of a document of at most `context` tokens each. `given`: so many tokens at its beginning are not trained on.
+fn windows(ids: &[u32], given: usize, context: usize) -> Vec<Tokens> {
+    let pieces = ids.chunks(context).enumerate().map(|(index, piece)| Tokens {
+        ids: piece.to_vec(),
+        given: given.saturating_sub(index * context).min(piece.len()),
+    });
+    pieces.collect()
+}

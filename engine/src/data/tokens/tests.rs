@@ -1,0 +1,308 @@
+//! Documents, rows and batches.
+
+use super::*;
+use crate::models::decoder::byte_tokenizer::{END, write_tokenizer};
+use crate::testing::compute_on_this_thread;
+use proptest::prelude::*;
+use serde_json::json;
+use std::path::Path;
+
+fn source(path: &Path) -> DataSource {
+    DataSource {
+        path: path.to_path_buf(),
+        kind: SourceKind::Auto,
+        include: Vec::new(),
+        exclude: Vec::new(),
+        text_column: "text".into(),
+        prompt_column: "prompt".into(),
+        completion_column: "completion".into(),
+        repeats: 1,
+        stay_in_folder: false,
+        is_held_out: false,
+    }
+}
+
+fn tokenizer(folder: &Path) -> DocumentTokenizer {
+    write_tokenizer(folder, 264);
+    std::fs::write(
+        folder.join("tokenizer_config.json"),
+        json!({"eos_token": "<|endoftext|>"}).to_string(),
+    )
+    .unwrap();
+    DocumentTokenizer::open(folder, 264).unwrap()
+}
+
+fn options<'a>(folder: &'a Path, tokenizer: Option<&'a DocumentTokenizer>, context: usize) -> ReadOptions<'a> {
+    ReadOptions {
+        context,
+        vocabulary: 264,
+        fim: FimRates::default(),
+        seed: 3,
+        held_out: 0.0,
+        tokenizer,
+        model: folder,
+    }
+}
+
+fn read(sources: &[DataSource], options: ReadOptions<'_>) -> ReadData {
+    compute_on_this_thread();
+    read_documents(sources, options, options.model, &mut |_| Ok(())).unwrap()
+}
+
+/// The ids of the documents, and for each whether it is trained on.
+fn ids(data: &ReadData, documents: &[Document]) -> Vec<(Vec<u32>, Vec<bool>)> {
+    let tokens = |document: &Document| data.store.read(*document).unwrap().into_iter();
+    documents
+        .iter()
+        .map(|document| tokens(document).map(|token| (token.id, token.is_trained)).unzip())
+        .collect()
+}
+
+#[test]
+fn files_of_a_folder_are_documents_in_the_order_of_their_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, model) = (dir.path().join("src"), dir.path().join("model"));
+    for name in ["b", "a/deep", ".git"] {
+        std::fs::create_dir_all(folder.join(name)).unwrap();
+    }
+    std::fs::create_dir_all(&model).unwrap();
+    for (name, text) in [
+        ("b/two.rs", "two"),
+        ("a/deep/one.rs", "one"),
+        ("a/deep/one_test.rs", "test"),
+        ("b/notes.md", "notes"),
+        (".git/hidden.rs", "hidden"),
+    ] {
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+    std::fs::write(folder.join("b/binary.rs"), b"a\0b").unwrap();
+    std::fs::write(folder.join("b/latin.rs"), b"caf\xe9").unwrap();
+    let tokenizer = tokenizer(&model);
+    let sources = [DataSource {
+        include: vec!["**/*.rs".into()],
+        exclude: vec!["*_test.rs".into()],
+        repeats: 2,
+        ..source(&folder)
+    }];
+    let data = read(&sources, options(&model, Some(&tokenizer), 16));
+    let texts: Vec<String> = ids(&data, &data.trained)
+        .iter()
+        .map(|(ids, _)| {
+            assert_eq!(ids.last(), Some(&END));
+            tokenizer.decode(ids).unwrap()
+        })
+        .collect();
+    assert_eq!(texts, ["one", "one", "two", "two"]);
+    assert_eq!(data.notes.len(), 1);
+    assert!(data.notes[0].contains("2 files are no UTF-8 text") && data.notes[0].contains("binary.rs"));
+}
+
+#[test]
+fn long_documents_are_split_and_prompts_are_given() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let file = dir.path().join("data.json");
+    let long: Vec<u32> = (0..10).collect();
+    let records = json!([long, {"prompt": "ab", "completion": "c"}, {"prompt": "abcdefgh", "completion": "i"}, {"tokens": [7]}, []]);
+    std::fs::write(&file, records.to_string()).unwrap();
+    let data = read(&[source(&file)], options(dir.path(), Some(&tokenizer), 4));
+    let found = ids(&data, &data.trained);
+    let lengths: Vec<usize> = found.iter().map(|(ids, _)| ids.len()).collect();
+    // Of the second prompt, two windows have nothing to train on.
+    assert_eq!(lengths, [4, 4, 2, 4, 2]);
+    assert_eq!(found[2].0, [8, 9]);
+    assert_eq!(found[3].1, [false, false, true, true]);
+    assert_eq!(found[4].1, [true, true]);
+    let notes = data.notes.join("\n");
+    for note in [
+        "2 documents are longer than the context of 4 tokens: they are split into 6",
+        "2 documents have fewer than two tokens",
+        "2 pieces of 4 tokens consist of a prompt alone",
+    ] {
+        assert!(notes.contains(note), "{notes}");
+    }
+    // One sequence in a file, and a list below a name.
+    for text in [
+        "[1, 2, 3]",
+        "{\"about\": {\"x\": [1]}, \"sequences\": [[1, 2, 3]]}",
+        "{\"input_ids\": [1, 2, 3]}",
+    ] {
+        std::fs::write(&file, format!("\u{feff}{text}")).unwrap();
+        let data = read(&[source(&file)], options(dir.path(), None, 4));
+        assert_eq!(ids(&data, &data.trained)[0].0, [1, 2, 3], "{text}");
+    }
+    // Ten megabytes of tokens in one sequence.
+    let many = vec!["11"; 3 << 20].join(",");
+    std::fs::write(&file, format!("[[{many}]]")).unwrap();
+    let data = read(&[source(&file)], options(dir.path(), None, 1 << 12));
+    assert_eq!(data.trained.len(), (3 << 20) >> 12);
+    assert_eq!(data.store.tokens(), 3 << 20);
+}
+
+#[test]
+fn held_out_documents_are_a_share_that_the_seed_chooses() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("data.jsonl");
+    let lines: Vec<String> = (0..400)
+        .map(|index| format!("[{}, {}]\n", index % 200, index / 200))
+        .collect();
+    std::fs::write(&file, lines.concat()).unwrap();
+    let sources = [DataSource {
+        repeats: 3,
+        ..source(&file)
+    }];
+    let with = |seed| {
+        let options = ReadOptions {
+            seed,
+            held_out: 0.2,
+            ..options(dir.path(), None, 8)
+        };
+        let data = read(&sources, options);
+        assert_eq!(data.trained.len() + 3 * data.held_out.len(), 1200);
+        assert!((50..110).contains(&data.held_out.len()), "{}", data.held_out.len());
+        let trained = ids(&data, &data.trained);
+        assert!(
+            ids(&data, &data.held_out)
+                .iter()
+                .all(|document| !trained.contains(document))
+        );
+        data.held_out
+    };
+    assert_eq!(with(1), with(1));
+    assert_ne!(with(1), with(2));
+}
+
+#[test]
+fn cuts_keep_every_character_and_repeats_are_cut_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let file = dir.path().join("a.rs");
+    let text = "fn größe(x: i32) -> i32 { x + 1 } // ß".repeat(3);
+    std::fs::write(&file, &text).unwrap();
+    let sources = [DataSource {
+        repeats: 40,
+        ..source(&file)
+    }];
+    let fim = FimRates {
+        rate: 1.0,
+        spm_rate: 0.5,
+    };
+    let options = ReadOptions {
+        fim,
+        ..options(dir.path(), Some(&tokenizer), 64)
+    };
+    let data = read(&sources, options);
+    let marks = tokenizer.fim().unwrap();
+    let pieces = data.trained.len() / 40;
+    assert!(pieces > 1);
+    let all = ids(&data, &data.trained);
+    let (mut orders, mut different) = ([0, 0], std::collections::BTreeSet::new());
+    for repeat in all.chunks(pieces) {
+        let mut joined = String::new();
+        for (ids, _) in repeat {
+            assert!(ids.len() <= 64 && ids.last() == Some(&END));
+            let at = |mark: u32| ids.iter().position(|id| *id == mark).unwrap();
+            let (prefix, middle, suffix) = (at(marks.prefix), at(marks.middle), at(marks.suffix));
+            let decode = |range: std::ops::Range<usize>| tokenizer.decode(&ids[range]).unwrap();
+            let end = ids.len() - 1;
+            // Of SPM, prefix and middle are one piece after the mark of the middle.
+            let (before, after) = match suffix == prefix + 1 {
+                true => (decode(middle + 1..end), decode(suffix + 1..middle)),
+                false => (
+                    decode(prefix + 1..suffix) + &decode(middle + 1..end),
+                    decode(suffix + 1..middle),
+                ),
+            };
+            orders[usize::from(suffix == prefix + 1 && middle > suffix)] += 1;
+            joined += &(before + &after);
+        }
+        assert_eq!(joined, text);
+        different.insert(repeat.to_vec());
+    }
+    assert!(orders.iter().all(|count| *count > 10), "{orders:?}");
+    assert!(different.len() > 35);
+}
+
+#[test]
+fn cut_parts_are_shortened_to_the_context() {
+    let marks = FimTokens {
+        prefix: 100,
+        middle: 101,
+        suffix: 102,
+    };
+    let parts: [&[u32]; 3] = [&[1, 2, 3], &[4, 5], &[6, 7, 8]];
+    assert_eq!(marks.join(parts, false, 99), [100, 1, 2, 3, 102, 6, 7, 8, 101, 4, 5]);
+    assert_eq!(marks.join(parts, true, 99), [100, 102, 6, 7, 8, 101, 1, 2, 3, 4, 5]);
+    assert_eq!(marks.join(parts, false, 9), [100, 1, 2, 3, 102, 6, 101, 4, 5]);
+    assert_eq!(marks.join(parts, true, 7), [100, 102, 101, 2, 3, 4, 5]);
+    assert_eq!(marks.join(parts, false, 4), [100, 102, 101, 4]);
+}
+
+#[test]
+fn rows_have_their_documents_and_what_is_predicted() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("data.jsonl");
+    std::fs::write(&file, "[1,2,3]\n[4,5]\n[6,7,8,9]\n").unwrap();
+    let data = read(&[source(&file)], options(dir.path(), None, 8));
+    let plan = RowPlan::packed(data.trained.clone(), 8, 1);
+    assert_eq!(plan.len(), 2);
+    let batch = TokenBatch::read(&data.store, &plan, &[0, 1]).unwrap();
+    assert_eq!((batch.rows, batch.length, batch.tokens), (2, 7, 9));
+    // Rows hold documents in the order of the files.
+    assert_eq!(batch.ids, [1, 2, 3, 6, 7, 8, 9, 4, 5, 0, 0, 0, 0, 0]);
+    assert_eq!(batch.documents, [0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]);
+    assert_eq!(batch.positions, [0, 1, 3, 4, 5, 7]);
+    assert_eq!(batch.targets, [2, 3, 7, 8, 9, 5]);
+    let single = RowPlan::single(data.trained);
+    let batch = TokenBatch::read(&data.store, &single, &[2, 1]).unwrap();
+    assert_eq!(batch.ids, [6, 7, 8, 9, 4, 5, 0, 0]);
+    assert_eq!(batch.targets, [7, 8, 9, 5]);
+}
+
+#[test]
+fn every_epoch_has_every_row_once() {
+    let mut order = RowOrder::new(11, 2, 2, 5);
+    assert_eq!(order.steps_per_epoch(), 3);
+    let mut epochs = Vec::new();
+    for epoch in 0..3 {
+        let steps: Vec<Vec<Vec<usize>>> = (0..3).map(|step| order.batches(3 * epoch + step)).collect();
+        assert_eq!(steps[2].iter().map(Vec::len).collect::<Vec<_>>(), [2, 1]);
+        let rows = steps.concat().concat();
+        let mut sorted = rows.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..11).collect::<Vec<_>>());
+        epochs.push(rows);
+    }
+    assert_ne!(epochs[0], epochs[1]);
+    // Any step alone gives the same rows.
+    let mut resumed = RowOrder::new(11, 2, 2, 5);
+    assert_eq!(resumed.batches(7), order.batches(7));
+    assert_eq!(resumed.batches(1), order.batches(1));
+}
+
+proptest! {
+    #[test]
+    fn packed_rows_are_full_and_have_every_document_once(lengths in proptest::collection::vec(2usize..40, 1..60), context in 40usize..90) {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("data.jsonl");
+        let line = |(index, length): (usize, &usize)| format!("{:?}\n", vec![index; *length]);
+        let lines: Vec<String> = lengths.iter().enumerate().map(line).map(|line| line.to_string()).collect();
+        std::fs::write(&file, lines.concat()).unwrap();
+        let data = read(&[source(&file)], options(dir.path(), None, context));
+        let plan = RowPlan::packed(data.trained.clone(), context, 9);
+        let mut seen = Vec::new();
+        let mut sums = Vec::new();
+        for row in 0..plan.len() {
+            let documents = plan.row(row);
+            let sum: usize = documents.iter().map(|document| document.length as usize).sum();
+            prop_assert!(sum <= context);
+            sums.push(sum);
+            seen.extend(ids(&data, documents).into_iter().map(|(ids, _)| ids[0] as usize));
+        }
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..lengths.len()).collect::<Vec<_>>());
+        // No two rows could be one.
+        sums.sort_unstable();
+        prop_assert!(sums.len() < 2 || sums[0] + sums[1] > context);
+    }
+}

@@ -1,0 +1,164 @@
+//! The data of a run: trained and held-out rows.
+
+use super::super::context::Context;
+use crate::data::tokens::DocumentStore;
+use crate::data::tokens::{
+    DataSource, DocumentTokenizer, FimRates, ReadOptions, RowOrder, RowPlan, SourceKind, TokenBatch, read_documents,
+};
+use crate::error::{EngineError, Result};
+use aitk_common::job::lm_trainer::{LmDatasetConfig, LmDatasetKind, LmTrainerProcess};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How often a sign of life is sent while data is read.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The rows of a run.
+pub(super) struct Data {
+    store: DocumentStore,
+    trained: RowPlan,
+    held_out: RowPlan,
+    pub(super) order: RowOrder,
+}
+
+impl Data {
+    /// Reads the data sets of a process for a model with `vocabulary` tokens. `folder`: where temporary files are made.
+    pub(super) fn read(
+        process: &LmTrainerProcess,
+        (seed, vocabulary): (u64, usize),
+        (model, tokenizer): (&Path, Option<&DocumentTokenizer>),
+        folder: &Path,
+        cx: &mut Context<'_>,
+    ) -> Result<Self> {
+        cx.phase("reading data");
+        let sources = sources(process, cx)?;
+        let context = process.context as usize;
+        let validation = process.validation.as_ref();
+        let options = ReadOptions {
+            context,
+            vocabulary,
+            fim: FimRates {
+                rate: process.fim_rate,
+                spm_rate: process.fim_spm_rate,
+            },
+            seed,
+            held_out: validation.and_then(|validation| validation.share).unwrap_or(0.0),
+            tokenizer,
+            model,
+        };
+        let mut last_sign = Instant::now();
+        let read = read_documents(&sources, options, folder, &mut |_| {
+            if cx.stop.is_set() {
+                return Err(EngineError::Stopped);
+            }
+            if last_sign.elapsed() >= KEEP_ALIVE_INTERVAL {
+                last_sign = Instant::now();
+                cx.phase("reading data");
+            }
+            Ok(())
+        })?;
+        for note in read.notes {
+            cx.log("warn", note);
+        }
+        let (documents, held_out) = (read.trained.len(), read.held_out.len());
+        if validation.is_some() && held_out == 0 {
+            return Err(EngineError::bad_input(
+                "validation: no document is held out: raise `share`, or give a `path` of other documents",
+            ));
+        }
+        let rows = |documents| match process.packing {
+            true => RowPlan::packed(documents, context, seed),
+            false => RowPlan::single(documents),
+        };
+        let (trained, held_out_rows) = (rows(read.trained), rows(read.held_out));
+        let most = validation.map_or(0, |validation| validation.max_rows as usize);
+        let held_out_rows = held_out_rows.truncated(most);
+        let train = &process.train;
+        let order = RowOrder::new(
+            trained.len(),
+            train.batch_size as usize,
+            train.gradient_accumulation as usize,
+            seed,
+        );
+        cx.log(
+            "info",
+            format!(
+                "{documents} documents of {} tokens in {} rows of up to {context}, {} steps for each epoch; {held_out} documents held out, \
+                 {} rows measured",
+                trained.tokens(),
+                trained.len(),
+                order.steps_per_epoch(),
+                held_out_rows.len()
+            ),
+        );
+        Ok(Self {
+            store: read.store,
+            trained,
+            held_out: held_out_rows,
+            order,
+        })
+    }
+
+    /// A hash of all tokens.
+    pub(super) fn fingerprint(&self) -> String {
+        self.store.fingerprint()
+    }
+
+    /// The batches of a step.
+    pub(super) fn batches(&mut self, step: u64) -> Result<Vec<TokenBatch>> {
+        let batches = self.order.batches(step).into_iter();
+        batches
+            .map(|rows| TokenBatch::read(&self.store, &self.trained, &rows))
+            .collect()
+    }
+
+    /// The rows on which the loss is measured, in batches of `size`.
+    pub(super) fn held_out_batches(&self, size: usize) -> Vec<Vec<usize>> {
+        let rows: Vec<usize> = (0..self.held_out.len()).collect();
+        rows.chunks(size.max(1)).map(<[usize]>::to_vec).collect()
+    }
+
+    /// Reads rows on which the loss is measured.
+    pub(super) fn held_out_batch(&self, rows: &[usize]) -> Result<TokenBatch> {
+        TokenBatch::read(&self.store, &self.held_out, rows)
+    }
+}
+
+/// The data sets on this machine: those of `datasets`, then that of `validation`.
+fn sources(process: &LmTrainerProcess, cx: &Context<'_>) -> Result<Vec<DataSource>> {
+    let mut sources = Vec::new();
+    for dataset in &process.datasets {
+        sources.push(source(dataset, false, cx)?);
+    }
+    if let Some(path) = process
+        .validation
+        .as_ref()
+        .and_then(|validation| validation.path.clone())
+    {
+        let dataset = LmDatasetConfig {
+            path,
+            ..LmDatasetConfig::default()
+        };
+        sources.push(source(&dataset, true, cx)?);
+    }
+    Ok(sources)
+}
+
+fn source(dataset: &LmDatasetConfig, is_held_out: bool, cx: &Context<'_>) -> Result<DataSource> {
+    Ok(DataSource {
+        path: cx.local_path(&dataset.path)?,
+        kind: match dataset.kind {
+            LmDatasetKind::Auto => SourceKind::Auto,
+            LmDatasetKind::Records => SourceKind::Records,
+            LmDatasetKind::Text => SourceKind::Text,
+        },
+        include: dataset.include.0.clone(),
+        exclude: dataset.exclude.0.clone(),
+        text_column: dataset.text_column.clone(),
+        prompt_column: dataset.prompt_column.clone(),
+        completion_column: dataset.completion_column.clone(),
+        repeats: dataset.repeats,
+        stay_in_folder: cx.has_staged_inputs(),
+        is_held_out,
+    })
+}

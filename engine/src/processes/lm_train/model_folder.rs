@@ -1,0 +1,177 @@
+//! Writes saves: the folder of a LoRA as peft loads it, and that of a model as transformers loads it.
+
+use crate::error::{EngineError, Result};
+use crate::models::decoder::Decoder;
+use crate::weights::{SafetensorsLayout, Weight, write_tensors};
+use aitk_common::fsutil::{self, regular};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use aitk_common::job::lm_trainer::LmNetworkConfig;
+use candle_core::{DType, Tensor};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::Path;
+
+/// The largest safetensors file of a model in bytes, as in transformers.
+const MAX_SHARD_BYTES: u64 = 50_000_000_000;
+
+/// Files of the base model's folder that belong to a whole model: the tokenizer, and how texts are generated.
+const COPIED: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+    "chat_template.jinja",
+];
+
+/// What a peft folder says about its LoRA.
+pub(super) struct Adapter<'a> {
+    pub(super) network: &'a LmNetworkConfig,
+    /// The names of its layers in the model.
+    pub(super) layers: Vec<String>,
+    /// The base model as the config names it.
+    pub(super) base_model: &'a str,
+}
+
+/// The metadata that transformers expects.
+fn metadata() -> BTreeMap<String, String> {
+    BTreeMap::from([("format".to_owned(), "pt".to_owned())])
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<()> {
+    let text = format!("{value:#}\n");
+    Ok(fsutil::write_atomic(path, |out| out.write_all(text.as_bytes()))?)
+}
+
+/// Writes `adapter_model.safetensors` and `adapter_config.json` into a folder. `tensors`: with peft's names.
+pub(super) fn write_adapter(folder: &Path, tensors: &BTreeMap<String, Tensor>, adapter: &Adapter<'_>) -> Result<()> {
+    let path = folder.join("adapter_model.safetensors");
+    let written = fsutil::write_atomic(&path, |out| write_tensors(out, tensors, &metadata()));
+    written?;
+    let config = json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base_model,
+        "r": adapter.network.linear,
+        "lora_alpha": adapter.network.alpha(),
+        "lora_dropout": 0.0,
+        "target_modules": adapter.layers,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "init_lora_weights": true,
+        "use_rslora": false,
+        "use_dora": false,
+        "inference_mode": true,
+    });
+    write_json(&folder.join("adapter_config.json"), &config)
+}
+
+/// Writes a whole model in `dtype`: `config.json` of its base model, the weights in one or several files, and the tokenizer.
+pub(super) fn write_model(folder: &Path, model: &Decoder, base: &Path, dtype: DType) -> Result<()> {
+    write_config(folder, base, dtype)?;
+    for name in COPIED {
+        let source = base.join(name);
+        if source.is_file() {
+            let bytes = regular::read(&source, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&source, error))?;
+            fsutil::write_atomic(&folder.join(name), |out| out.write_all(&bytes))?;
+        }
+    }
+    let tensors: BTreeMap<String, Weight> = model.tensors()?.into_iter().collect();
+    let shards = shards(&tensors, dtype, MAX_SHARD_BYTES);
+    let name_of = |index: usize| match shards.len() {
+        1 => "model.safetensors".to_owned(),
+        count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+    };
+    let mut weight_map = Map::new();
+    let mut total = 0;
+    for (index, names) in shards.iter().enumerate() {
+        let file = name_of(index);
+        let mut layout = SafetensorsLayout::new(metadata());
+        for name in names {
+            let dims = tensors
+                .get(*name)
+                .map(|weight| weight.dims().to_vec())
+                .unwrap_or_default();
+            total += bytes_of(&dims, dtype);
+            layout.add(*name, dtype, dims);
+            weight_map.insert((*name).to_owned(), file.clone().into());
+        }
+        let tensor = |name: &str| match tensors.get(name) {
+            Some(weight) => Ok(weight.dense()?.to_dtype(dtype)?),
+            None => Err(EngineError::Internal(format!("`{name}` is missing"))),
+        };
+        fsutil::write_atomic(&folder.join(file), |out| layout.write(out, tensor))?;
+    }
+    if shards.len() > 1 {
+        let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        write_json(&folder.join("model.safetensors.index.json"), &index)?;
+    }
+    Ok(())
+}
+
+fn bytes_of(dims: &[usize], dtype: DType) -> u64 {
+    (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64
+}
+
+/// The names of the tensors of each file, in their order; each file has at most `most` bytes, or a single tensor.
+fn shards<'a>(tensors: &'a BTreeMap<String, Weight>, dtype: DType, most: u64) -> Vec<Vec<&'a str>> {
+    let mut shards: Vec<Vec<&str>> = vec![Vec::new()];
+    let mut bytes = 0;
+    for (name, weight) in tensors {
+        let own = bytes_of(weight.dims(), dtype);
+        if bytes + own > most && bytes > 0 {
+            shards.push(Vec::new());
+            bytes = 0;
+        }
+        bytes += own;
+        if let Some(shard) = shards.last_mut() {
+            shard.push(name);
+        }
+    }
+    shards
+}
+
+/// The base model's `config.json` with the number format of the saved weights.
+fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
+    let path = base.join("config.json");
+    let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
+    let mut config: Map<String, Value> =
+        serde_json::from_slice(&bytes).map_err(|error| EngineError::model_config(&path, error.to_string()))?;
+    let name = match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    };
+    // transformers 4 and 5 write different keys.
+    let key = if config.contains_key("torch_dtype") {
+        "torch_dtype"
+    } else {
+        "dtype"
+    };
+    config.insert(key.to_owned(), name.into());
+    write_json(&folder.join("config.json"), &Value::Object(config))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn a_file_has_at_most_so_many_bytes() {
+        let tensor = |count: usize| Weight::Plain(Tensor::zeros(count, DType::F32, &Device::Cpu).unwrap());
+        let tensors: BTreeMap<String, Weight> = [("a", 3), ("b", 3), ("c", 9), ("d", 1), ("e", 1)]
+            .map(|(name, count)| (name.to_owned(), tensor(count)))
+            .into();
+        assert_eq!(
+            shards(&tensors, DType::BF16, 12),
+            [vec!["a", "b"], vec!["c"], vec!["d", "e"]]
+        );
+        assert_eq!(shards(&tensors, DType::F32, 1000).len(), 1);
+    }
+}

@@ -1,0 +1,166 @@
+//! Prepares a run: reads the data, loads the model and finds the state to resume from.
+
+use super::super::context::Context;
+use super::super::train::folder::{FolderNames, RunFolder};
+use super::super::train::record::StepRecorder;
+use super::checkpoint::resumed_seed;
+use super::data::Data;
+use super::run::{Run, trainer};
+use super::target::TrainedParameters;
+use crate::checkpointing::Checkpointing;
+use crate::data::tokens::DocumentTokenizer;
+use crate::device::allocator::FreePages;
+use crate::device::{self, Compute};
+use crate::error::{EngineError, Result};
+use crate::models::decoder::{Decoder, DecoderConfig, DecoderOptions, PositionKind};
+use crate::weights::{QuantizationConfig, TrainableFilter};
+use aitk_common::capability::DeviceKind;
+use aitk_common::fsutil;
+use aitk_common::job::dtype::DType as ConfigDType;
+use aitk_common::job::lm_trainer::LmTrainerProcess;
+use aitk_common::plan::memory_options::MemoryOptions;
+use aitk_common::step_metrics::LOG_FILE;
+
+impl<'a> Run<'a> {
+    /// Reads the data, loads the model and finds the state to resume from.
+    ///
+    /// # Errors
+    /// [`EngineError::Stopped`] when the run was told to stop.
+    pub(super) fn prepare(process: &'a LmTrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
+        let job = cx.job.name.clone();
+        let names = FolderNames {
+            training_folder: process.training_folder.as_deref(),
+            name: process.name.as_deref(),
+            stem: ("config.name", &job),
+            folders: true,
+        };
+        let folder = RunFolder::open_as(&names, cx)?;
+        cx.log_file.open(&folder.path.join(LOG_FILE))?;
+        let seed = process
+            .training_seed
+            .and_then(|seed| u64::try_from(seed).ok())
+            .or_else(|| resumed_seed(cx.spec, &folder))
+            .unwrap_or(cx.spec.seed);
+        cx.artifact("config", &folder.root, &folder.config, None, None);
+
+        // The data is read first, so that errors in it are reported before the weights are loaded.
+        let model_folder = cx.local_path(&process.model.name_or_path)?;
+        let config = DecoderConfig::read(&model_folder)?;
+        check_context(process, &config, cx)?;
+        let tokenizer = match DocumentTokenizer::exists(&model_folder) {
+            true => Some(DocumentTokenizer::open(&model_folder, config.vocab_size)?),
+            false => None,
+        };
+        if tokenizer.is_none() && !process.sample.prompts.is_empty() {
+            return Err(EngineError::bad_input(format!(
+                "sample.prompts: {} has no tokenizer.json, which prompts need: copy it from the model's repository, or remove the prompts",
+                model_folder.display()
+            )));
+        }
+        let temporary = folder.path.join(".aitk");
+        fsutil::create_dir_all(&temporary)?;
+        let data = Data::read(
+            process,
+            (seed, config.vocab_size),
+            (&model_folder, tokenizer.as_ref()),
+            &temporary,
+            cx,
+        )?;
+        let steps = process.train.total_steps(data.order.steps_per_epoch());
+        cx.log_file.set_total(steps);
+
+        let (compute, memory_options) = (open_device(process, cx)?, MemoryOptions::of(cx.spec.profile));
+        cx.phase("loading model");
+        let options = DecoderOptions {
+            device: compute.device.clone(),
+            dtype: compute.dtype,
+            trained: match process.network {
+                Some(_) => TrainableFilter::Nothing,
+                None => TrainableFilter::everything(),
+            },
+            quantization: process.model.quantization().map(|qtype| QuantizationConfig {
+                qtype,
+                exclude: Vec::new(),
+                adapted: None,
+            }),
+            streamed: memory_options.denoiser_streamed,
+            only_shapes: false,
+        };
+        FreePages::Release.apply();
+        let mut model = Decoder::load(&model_folder, &options)?;
+        if !memory_options.pages_returned {
+            FreePages::Retain.apply();
+        }
+        model.checkpointing =
+            Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
+        let target = TrainedParameters::new(process, &mut model, seed, cx)?;
+        let frozen = model.detached()?;
+        let trainer = trainer(process, &target, (compute.dtype, steps, seed), &memory_options, cx)?;
+        let metrics = StepRecorder::new(&folder.path, None);
+        let mut run = Self {
+            process,
+            seed,
+            folder,
+            compute,
+            model_folder,
+            tokenizer,
+            model,
+            frozen,
+            target,
+            trainer,
+            memory_options,
+            data,
+            steps,
+            start_step: 0,
+            last_checkpoint: None,
+            kept_saves: Vec::new(),
+            non_finite_steps: 0,
+            metrics,
+        };
+        run.resume(cx)?;
+        run.metrics.open(run.start_step)?;
+        Ok(run)
+    }
+}
+
+/// Checks that the model has so many positions.
+fn check_context(process: &LmTrainerProcess, config: &DecoderConfig, cx: &mut Context<'_>) -> Result<()> {
+    let (context, most) = (process.context as usize, config.max_positions);
+    if context <= most {
+        return Ok(());
+    }
+    match config.positions {
+        PositionKind::Learned => Err(EngineError::bad_input(format!(
+            "context: {context} tokens are more than the {most} positions of the model's table: set it to {most} or less"
+        ))),
+        PositionKind::Rotary(_) => {
+            let message = format!(
+                "context: {context} tokens are more than the {most} that the model was trained with (`max_position_embeddings`): other programs \
+                 may cut texts there"
+            );
+            cx.log("warn", message);
+            Ok(())
+        }
+    }
+}
+
+/// Opens the device in the dtype of the arithmetic. A model's own weights are trained in float32 on a GPU too, so that small updates are not
+/// rounded away, or in bfloat16 with stochastic rounding.
+fn open_device(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<Compute> {
+    let configured = process.model.dtype;
+    let is_full = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
+    let dtype = match is_full && configured != ConfigDType::BF16 {
+        true => ConfigDType::F32,
+        false => configured,
+    };
+    if dtype != configured {
+        let message =
+            format!("computing in {dtype} (the config asks for {configured}): the model's own weights are trained");
+        cx.log("info", message);
+    }
+    let compute = device::open_with_dtype(cx.spec.device, dtype.name())?;
+    for note in &compute.notes {
+        cx.log("info", note.clone());
+    }
+    Ok(compute)
+}

@@ -1,0 +1,139 @@
+//! What is trained: the LoRA of a `network` section, or the model itself.
+
+use super::super::context::Context;
+use crate::adapters::{AdapterConfig, AdapterHandle, AdapterNetwork, AdapterPass, Lora};
+use crate::error::{EngineError, Result};
+use crate::families::{AdapterNames, Part, PartRole};
+use crate::models::decoder::Decoder;
+use crate::optim::Param;
+use crate::rng::generator_for;
+use aitk_common::job::lm_trainer::{LmNetworkConfig, LmTrainerProcess};
+use std::sync::Arc;
+
+/// What peft puts before the name of a layer: its own model, and the model in it.
+const PEFT_PREFIX: &str = "base_model.model";
+
+/// What is trained.
+pub(super) enum TrainedParameters {
+    Lora(AdapterNetwork),
+    Model(Vec<Param>),
+}
+
+impl TrainedParameters {
+    /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
+    pub(super) fn new(
+        process: &LmTrainerProcess,
+        model: &mut Decoder,
+        seed: u64,
+        cx: &mut Context<'_>,
+    ) -> Result<Self> {
+        if let Some(network) = &process.network {
+            let lora = Self::lora(network, model, seed)?;
+            let weights: usize = lora.params().iter().map(|param| param.var.elem_count()).sum();
+            cx.log(
+                "info",
+                format!(
+                    "a LoRA of rank {} on {} layers: {:.2} million weights",
+                    network.linear,
+                    lora.layers(),
+                    weights as f64 / 1e6
+                ),
+            );
+            return Ok(Self::Lora(lora));
+        }
+        let params: Vec<Param> = model
+            .trained_variables()
+            .into_iter()
+            .map(|(name, var)| Param { name, var })
+            .collect();
+        let weights: usize = params.iter().map(|param| param.var.elem_count()).sum();
+        cx.log(
+            "info",
+            format!(
+                "no `network` section: all {:.2} million weights of the model are trained, in {} tensors",
+                weights as f64 / 1e6,
+                params.len()
+            ),
+        );
+        Ok(Self::Model(params))
+    }
+
+    fn lora(network: &LmNetworkConfig, model: &mut Decoder, seed: u64) -> Result<AdapterNetwork> {
+        let config = AdapterConfig {
+            rank: network.linear as usize,
+            alpha: network.alpha(),
+            has_alpha_file: true,
+            only_if_contains: network.only_if_contains.0.clone(),
+            ignore_if_contains: network.ignore_if_contains.0.clone(),
+            ..AdapterConfig::default()
+        };
+        let part = Part {
+            id: "language_model",
+            role: PartRole::Denoiser,
+            lora_prefix: PEFT_PREFIX,
+            lora_names: AdapterNames::Peft,
+            blocks: &[],
+            layers: model,
+        };
+        let mut generator = generator_for(seed, "network", 0, 0);
+        let attached = AdapterNetwork::attach_as(&Lora, &config, None, &mut [part], &mut generator);
+        attached.map_err(|error| match error {
+            EngineError::BadInput(_) => EngineError::bad_input(
+                "network: no layer is left to train; check `only_if_contains` and `ignore_if_contains`, which match names such as \
+                 `model.layers.0.self_attn.q_proj`",
+            ),
+            other => other,
+        })
+    }
+
+    /// The trained parameters, in a fixed order.
+    pub(super) fn params(&self) -> Vec<Param> {
+        match self {
+            Self::Lora(network) => network.params(),
+            Self::Model(params) => params.clone(),
+        }
+    }
+
+    /// The names of the layers with a LoRA, in the model.
+    pub(super) fn lora_layers(&self) -> Vec<String> {
+        let Self::Lora(network) = self else {
+            return Vec::new();
+        };
+        let prefix = format!("{PEFT_PREFIX}.");
+        let mut names: Vec<String> = network
+            .params()
+            .iter()
+            .filter_map(|param| Some(param.name.strip_prefix(&prefix)?.split_once(".lora_A")?.0.to_owned()))
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Runs a pass whose gradients are computed.
+    pub(super) fn in_training<R>(&self, forward: impl FnOnce() -> R) -> R {
+        let pass = AdapterPass {
+            strength: 1.0,
+            // There is no dropout; a seed says that the pass is one of the training.
+            dropout_seed: Some("training".into()),
+        };
+        match self.handle() {
+            Some(handle) => handle.in_pass(pass, forward),
+            None => forward(),
+        }
+    }
+
+    /// Runs a pass of which nothing is kept.
+    pub(super) fn in_inference<R>(&self, forward: impl FnOnce() -> R) -> R {
+        match self.handle() {
+            Some(handle) => handle.in_pass(AdapterPass::inference(1.0), forward),
+            None => forward(),
+        }
+    }
+
+    fn handle(&self) -> Option<&Arc<AdapterHandle>> {
+        match self {
+            Self::Lora(network) => Some(&network.handle),
+            Self::Model(_) => None,
+        }
+    }
+}
