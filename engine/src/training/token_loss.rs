@@ -4,7 +4,7 @@
 //! exist for some tokens at a time; the backward pass computes them again. torch: `cross_entropy(hidden @ weight.T, targets)`.
 
 use crate::autograd::{Input, Operation, apply};
-use crate::nn::cpu::{self, Mat, MatMut};
+use crate::nn::cpu::{self, Function, Mat, MatMut, Simd, map_serial};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -100,15 +100,38 @@ impl TokenLoss {
     }
 }
 
-/// The logarithm of the sum of the exponentials of a token's logits.
-fn log_sum_exp(logits: &[f32]) -> f64 {
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if !largest.is_finite() {
-        // Not a number, or no finite logit.
-        return f64::from(largest);
+/// `e^(x - largest)`.
+#[derive(Clone, Copy)]
+struct Exponential {
+    largest: f32,
+}
+
+impl Function<1> for Exponential {
+    #[inline(always)]
+    fn eval<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+        S::exp(S::sub(x, S::splat(self.largest)))
     }
-    let sum: f64 = logits.iter().map(|logit| f64::from((logit - largest).exp())).sum();
-    f64::from(largest) + sum.ln()
+}
+
+/// Replaces a token's logits by `e^(x - largest)`. Returns the largest logit and the sum of the exponentials, whose logarithms add up to that of
+/// the sum of `e^x`. Not a number, if a logit is none or no logit is finite.
+fn exponentials(logits: &mut [f32]) -> (f64, f64) {
+    /// Numbers that are copied at a time, because a function does not work in place.
+    const BLOCK: usize = 1024;
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if !largest.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
+        logits.fill(f32::NAN);
+        return (f64::NAN, f64::NAN);
+    }
+    let mut block = [0f32; BLOCK];
+    let mut sum = 0f64;
+    for logits in logits.chunks_mut(BLOCK) {
+        let block = &mut block[..logits.len()];
+        block.copy_from_slice(logits);
+        map_serial(Exponential { largest }, [&*block], logits);
+        sum += logits.iter().map(|exponential| f64::from(*exponential)).sum::<f64>();
+    }
+    (f64::from(largest), sum)
 }
 
 impl Operation<2> for TokenLoss {
@@ -123,9 +146,13 @@ impl Operation<2> for TokenLoss {
         let mut sum = 0f64;
         self.for_each_chunk(hidden, weight, width, |_, logits, _, targets| {
             let losses: Vec<f64> = logits
-                .par_chunks_exact(vocabulary)
+                .par_chunks_exact_mut(vocabulary)
                 .zip(targets)
-                .map(|(logits, target)| log_sum_exp(logits) - f64::from(logits[*target as usize]))
+                .map(|(logits, target)| {
+                    let logit = f64::from(logits[*target as usize]);
+                    let (largest, sum) = exponentials(logits);
+                    largest + sum.ln() - logit
+                })
                 .collect();
             // In the order of the tokens, whatever the number of threads.
             sum += losses.into_iter().sum::<f64>();
@@ -147,10 +174,9 @@ impl Operation<2> for TokenLoss {
                     // In place: the gradients of the logits.
                     let rows = logits.par_chunks_exact_mut(vocabulary).zip(targets);
                     rows.for_each(|(logits, target)| {
-                        let total = log_sum_exp(logits) as f32;
-                        logits
-                            .iter_mut()
-                            .for_each(|logit| *logit = (*logit - total).exp() * scale);
+                        let (_, sum) = exponentials(logits);
+                        let factor = (f64::from(scale) / sum) as f32;
+                        logits.iter_mut().for_each(|logit| *logit *= factor);
                         logits[*target as usize] -= scale;
                     });
                     if let Some(out) = &mut hidden_gradient {
