@@ -3,7 +3,7 @@
 use super::{StopSignal, run};
 use crate::models::decoder::byte_tokenizer::write_tokenizer;
 use crate::models::decoder::formula_weights::{expected, write_model};
-use crate::testing::{attempt, chosen, fixtures, in_own_folder, sd35_large_folder, tuned, zimage_folder};
+use crate::testing::{attempt, fixtures, in_own_folder, sampled_cases, sd35_large_folder, tuned, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::{self, JobSpec, LoadOptions};
 use serde_json::{Value, json};

@@ -176,7 +176,7 @@ impl Reader<'_> {
             exclude: Patterns::new(&source.exclude),
             endings: if has_records { &["json", "jsonl"] } else { &[] },
         };
-        if !is_folder && !(source.include.is_empty() && source.exclude.is_empty()) {
+        if !(is_folder || source.include.is_empty() && source.exclude.is_empty()) {
             return Err(EngineError::bad_input(format!(
                 "{name}: `include` and `exclude` choose files of a folder, and this is a file: remove them"
             )));

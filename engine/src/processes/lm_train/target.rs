@@ -72,7 +72,7 @@ impl TrainedParameters {
             role: PartRole::Denoiser,
             lora_prefix: PEFT_PREFIX,
             lora_names: AdapterNames::Peft,
-            blocks: &[],
+            block_lists: &[],
             layers: model,
         };
         let mut generator = generator_for(seed, "network", 0, 0);
