@@ -118,7 +118,7 @@ fn bytes_of(dims: &[usize], dtype: DType) -> u64 {
 }
 
 /// The names of the tensors of each file, in their order; each file has at most `most` bytes, or a single tensor.
-fn shards<'a>(tensors: &'a BTreeMap<String, Weight>, dtype: DType, most: u64) -> Vec<Vec<&'a str>> {
+fn shards(tensors: &BTreeMap<String, Weight>, dtype: DType, most: u64) -> Vec<Vec<&str>> {
     let mut shards: Vec<Vec<&str>> = vec![Vec::new()];
     let mut bytes = 0;
     for (name, weight) in tensors {
