@@ -266,7 +266,7 @@ def token_loss(vocabulary):
         "loss": loss.item(),
         "hidden": digits(hidden.grad @ formula("probe", (8, 2), 1.0), 6),
         "weight_rows": digits(scaled.sum(1)[:40], 6),
-        "weight_columns": digits(scaled.sum(0), 6),
+        "weight_columns": digits(formula("rows", (1, vocabulary), 1.0) @ weight.grad, 6),
     }
 
 

@@ -176,7 +176,8 @@ impl Reader<'_> {
             exclude: Patterns::new(&source.exclude),
             endings: if has_records { &["json", "jsonl"] } else { &[] },
         };
-        if !(is_folder || source.include.is_empty() && source.exclude.is_empty()) {
+        let has_patterns = !source.include.is_empty() || !source.exclude.is_empty();
+        if !is_folder && has_patterns {
             return Err(EngineError::bad_input(format!(
                 "{name}: `include` and `exclude` choose files of a folder, and this is a file: remove them"
             )));
