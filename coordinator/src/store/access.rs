@@ -1,4 +1,4 @@
-//! Stored admin_records and the audit log.
+//! Stored records of administrators and the audit log.
 
 use super::audit_line::AuditLine;
 use super::error::StoreError;
@@ -15,7 +15,7 @@ impl SqlStore {
         let mut transaction = self.begin_read().await?;
         let rows = transaction
             .rows(
-                "SELECT id, record FROM admin_records WHERE kind = $1 ORDER BY id",
+                "SELECT id, record FROM documents WHERE kind = $1 ORDER BY id",
                 &[kind.into()],
             )
             .await
@@ -37,7 +37,7 @@ impl SqlStore {
         for AdminRecord { kind, id, record } in admin_records {
             transaction
                 .run(
-                    "INSERT INTO admin_records (kind, id, record) VALUES ($1, $2, $3) \
+                    "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3) \
                  ON CONFLICT (kind, id) DO UPDATE SET record = excluded.record",
                     &[(*kind).into(), id.as_str().into(), record.as_str().into()],
                 )

@@ -52,7 +52,7 @@ pub enum BackupError {
         jobs: u64,
         /// Number of workers.
         workers: u64,
-        /// Number of tokens and other admin_records.
+        /// Number of tokens and other administrators' records.
         tokens: u64,
     },
 }
@@ -147,7 +147,7 @@ impl SqlStore {
         let mut transaction = self.begin_write().await?;
         let counts = transaction
             .rows(
-                "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers), (SELECT COUNT(*) FROM admin_records)",
+                "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers), (SELECT COUNT(*) FROM documents)",
                 &[],
             )
             .await

@@ -98,13 +98,13 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// [`StoreError`]
     async fn jobs_with_file(&self, blob: &ContentHash) -> Result<Vec<JobId>, StoreError>;
 
-    /// Returns the admin_records of one kind.
+    /// Returns the records of one kind.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn admin_records(&self, kind: &'static str) -> Result<Vec<AdminRecord>, StoreError>;
 
-    /// Stores admin_records with their audit lines.
+    /// Stores records with their audit lines.
     ///
     /// # Errors
     /// [`StoreError`]

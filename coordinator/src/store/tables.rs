@@ -90,15 +90,15 @@ pub(super) const TABLES: &[Table] = &[
         write: "INSERT INTO checkpoints (job, cursor, manifest) VALUES ($1, $2, $3)",
     },
     Table {
-        name: "admin_records",
+        name: "documents",
         key: 2,
         generated: 0,
         added_columns: 0,
         page: 500,
         before: &[NO_TEXT, NO_TEXT],
-        read: "SELECT kind, id, record FROM admin_records \
+        read: "SELECT kind, id, record FROM documents \
                WHERE (kind, id) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY kind, id LIMIT $3",
-        write: "INSERT INTO admin_records (kind, id, record) VALUES ($1, $2, $3)",
+        write: "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3)",
     },
     Table {
         name: "uploads",
