@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 
 /// The run folder `<output root>/<process name>/`. The names of its saves begin with the job's name, or with the trained word.
 #[derive(Clone, Debug)]
-pub(in crate::processes) struct RunFolder {
+pub(crate) struct RunFolder {
     /// The output root, which artifact names are relative to.
-    pub(in crate::processes) root: PathBuf,
+    pub(crate) root: PathBuf,
     /// The run folder.
-    pub(in crate::processes) path: PathBuf,
+    pub(crate) path: PathBuf,
     /// The config file in it.
-    pub(in crate::processes) config: PathBuf,
+    pub(crate) config: PathBuf,
     /// The names of its saves begin with this.
     stem: String,
     /// Whether saves are folders.
@@ -40,15 +40,15 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(12);
 const KEPT_CHECKPOINTS: usize = 2;
 
 /// The names of a run folder and of its saves.
-pub(in crate::processes) struct FolderNames<'a> {
+pub(crate) struct FolderNames<'a> {
     /// `training_folder` of the process.
-    pub(in crate::processes) training_folder: Option<&'a str>,
+    pub(crate) training_folder: Option<&'a str>,
     /// `name` of the process.
-    pub(in crate::processes) name: Option<&'a str>,
+    pub(crate) name: Option<&'a str>,
     /// What the names of saves begin with, and its key.
-    pub(in crate::processes) stem: (&'a str, &'a str),
+    pub(crate) stem: (&'a str, &'a str),
     /// Whether saves are folders.
-    pub(in crate::processes) folders: bool,
+    pub(crate) folders: bool,
 }
 
 impl RunFolder {
@@ -66,7 +66,7 @@ impl RunFolder {
     }
 
     /// As [`Self::open`], for a process of any type.
-    pub(in crate::processes) fn open_as(names: &FolderNames<'_>, cx: &mut Context<'_>) -> Result<Self> {
+    pub(crate) fn open_as(names: &FolderNames<'_>, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(names.training_folder);
         let job = cx.job.name.clone();
         let name = names.name.filter(|n| !n.is_empty()).unwrap_or(&job);
@@ -99,12 +99,12 @@ impl RunFolder {
     }
 
     /// The folder of the checkpoints (exact states).
-    pub(in crate::processes) fn checkpoints(&self) -> PathBuf {
+    pub(crate) fn checkpoints(&self) -> PathBuf {
         self.path.join(".aitk/checkpoints")
     }
 
     /// The folder of the sample images.
-    pub(in crate::processes) fn samples(&self) -> PathBuf {
+    pub(crate) fn samples(&self) -> PathBuf {
         self.path.join(SAMPLES)
     }
 
@@ -122,12 +122,12 @@ impl RunFolder {
     }
 
     /// The path of the save of a step: a file or a folder.
-    pub(in crate::processes) fn step_save(&self, step: u64) -> PathBuf {
+    pub(crate) fn step_save(&self, step: u64) -> PathBuf {
         self.path.join(self.save_name(Some(step)))
     }
 
     /// The path of the final save.
-    pub(in crate::processes) fn final_save(&self) -> PathBuf {
+    pub(crate) fn final_save(&self) -> PathBuf {
         self.path.join(self.save_name(None))
     }
 
@@ -147,12 +147,7 @@ impl RunFolder {
 
     /// Removes old step saves and old checkpoints, after the save of `step`. Returns what is removed, including saves
     /// that another machine made and that are not on this disk. `keep`: so many step saves stay; 0: all.
-    pub(in crate::processes) fn apply_retention(
-        &self,
-        keep: u64,
-        step: u64,
-        other: OtherSaves<'_>,
-    ) -> Result<ExpiredSaves> {
+    pub(crate) fn apply_retention(&self, keep: u64, step: u64, other: OtherSaves<'_>) -> Result<ExpiredSaves> {
         aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), KEPT_CHECKPOINTS).map_err(checkpoint_error)?;
         if keep == 0 {
             return Ok(ExpiredSaves::default());
@@ -191,20 +186,20 @@ impl RunFolder {
 
 /// Step saves that may not be on this disk, or do not count.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::processes) struct OtherSaves<'a> {
+pub(crate) struct OtherSaves<'a> {
     /// Steps at which attempts were interrupted: their saves are neither counted nor removed.
-    pub(in crate::processes) interrupted: &'a [u64],
+    pub(crate) interrupted: &'a [u64],
     /// Steps whose saves are kept, perhaps made on another machine.
-    pub(in crate::processes) kept: &'a [u64],
+    pub(crate) kept: &'a [u64],
 }
 
 /// What retention removed.
 #[derive(Debug, Default)]
-pub(in crate::processes) struct ExpiredSaves {
+pub(crate) struct ExpiredSaves {
     /// The steps of the removed saves.
-    pub(in crate::processes) steps: Vec<u64>,
+    pub(crate) steps: Vec<u64>,
     /// Their files.
-    pub(in crate::processes) files: Vec<PathBuf>,
+    pub(crate) files: Vec<PathBuf>,
 }
 
 /// Locks the folder, because two runs in one folder would overwrite each other's files. It waits a while for a run that
@@ -241,7 +236,7 @@ fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
 }
 
 /// Converts a checkpoint error to the engine's error.
-pub(in crate::processes) fn checkpoint_error(error: CheckpointError) -> EngineError {
+pub(crate) fn checkpoint_error(error: CheckpointError) -> EngineError {
     match error {
         CheckpointError::Fs(error) => error.into(),
         other => EngineError::bad_input(other.to_string()),

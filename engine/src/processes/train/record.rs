@@ -17,24 +17,24 @@ use std::time::Instant;
 
 /// The role of the checkpoint file with all losses so far, so that a run resumed on another machine has the whole
 /// curve.
-pub(in crate::processes) const ROLE: &str = "losses";
+pub(crate) const ROLE: &str = "losses";
 
 /// What is measured of a step besides its losses.
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::processes) struct Measured {
+pub(crate) struct Measured {
     /// The loss on the images of `train.validation_config`, if it was measured after this step.
-    pub(in crate::processes) validation: Option<f64>,
+    pub(crate) validation: Option<f64>,
     /// The share of the step's time in which it read and encoded images.
-    pub(in crate::processes) data_share: Option<f64>,
+    pub(crate) data_share: Option<f64>,
     /// Of a language model: the exponential of the loss, and of that on held-out documents, and the tokens per second.
-    pub(in crate::processes) perplexity: Option<f64>,
-    pub(in crate::processes) validation_perplexity: Option<f64>,
-    pub(in crate::processes) tokens_per_second: Option<f64>,
+    pub(crate) perplexity: Option<f64>,
+    pub(crate) validation_perplexity: Option<f64>,
+    pub(crate) tokens_per_second: Option<f64>,
 }
 
 impl Measured {
     /// The metrics, by name.
-    pub(in crate::processes) fn values(&self) -> impl Iterator<Item = (String, f64)> {
+    pub(crate) fn values(&self) -> impl Iterator<Item = (String, f64)> {
         let named = [
             (METRIC, self.validation),
             ("data_share", self.data_share),
@@ -49,7 +49,7 @@ impl Measured {
 }
 
 /// Records the metrics of a run's steps on disk and in memory.
-pub(in crate::processes) struct StepRecorder {
+pub(crate) struct StepRecorder {
     path: PathBuf,
     file: Option<File>,
     /// The metrics in the checkpoint from which the run resumes.
@@ -70,7 +70,7 @@ pub(in crate::processes) struct StepRecorder {
 
 impl StepRecorder {
     /// A recorder for a run folder, and for TensorBoard with `events`. Nothing is read or written before [`Self::open`].
-    pub(in crate::processes) fn new(folder: &Path, events: Option<EventLog>) -> Self {
+    pub(crate) fn new(folder: &Path, events: Option<EventLog>) -> Self {
         let now = Instant::now();
         Self {
             path: folder.join(METRICS_FILE),
@@ -88,13 +88,13 @@ impl StepRecorder {
     }
 
     /// Takes over the metrics in the checkpoint from which the run resumes.
-    pub(in crate::processes) fn load_checkpoint(&mut self, checkpoint: &Checkpoint) {
+    pub(crate) fn load_checkpoint(&mut self, checkpoint: &Checkpoint) {
         self.earlier = losses_of(checkpoint);
     }
 
     /// Opens the file to continue after step `start_step`: lines of later steps are removed, and missing earlier ones
     /// are added from the checkpoint.
-    pub(in crate::processes) fn open(&mut self, start_step: u64) -> Result<()> {
+    pub(crate) fn open(&mut self, start_step: u64) -> Result<()> {
         let failed = |error| EngineError::io(&self.path, error);
         let mut earlier: BTreeMap<u64, StepMetrics> = self.earlier.drain(..).map(|entry| (entry.step, entry)).collect();
         if self.path.is_file() {
@@ -124,13 +124,13 @@ impl StepRecorder {
     }
 
     /// Starts the clock: seconds are counted from here.
-    pub(in crate::processes) fn begin(&mut self, step: u64) {
+    pub(crate) fn begin(&mut self, step: u64) {
         self.start = Instant::now();
         self.last_report = (self.start, step);
     }
 
     /// Records the metrics of a step. Returns a warning, once, if the file cannot be written.
-    pub(in crate::processes) fn step(&mut self, step: u64, report: &StepReport, measured: Measured) -> Option<String> {
+    pub(crate) fn step(&mut self, step: u64, report: &StepReport, measured: Measured) -> Option<String> {
         self.steps.push(step);
         self.losses.push(report.loss);
         self.learning_rates.push(report.lr);
@@ -151,14 +151,14 @@ impl StepRecorder {
     }
 
     /// The metrics in the file.
-    pub(in crate::processes) fn on_disk(&self) -> Result<Vec<StepMetrics>> {
+    pub(crate) fn on_disk(&self) -> Result<Vec<StepMetrics>> {
         let failed = |error| EngineError::io(&self.path, error);
         step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)
     }
 
     /// Adds the loss on fixed images to the step after which the run resumes. Returns the metrics of that step; `None`: they are
     /// not known.
-    pub(in crate::processes) fn add_validation(&mut self, step: u64, loss: f64) -> Option<StepMetrics> {
+    pub(crate) fn add_validation(&mut self, step: u64, loss: f64) -> Option<StepMetrics> {
         let mut line = self.resumed.take().filter(|line| line.step == step)?;
         line.values.insert(METRIC.to_owned(), loss);
         *self.validations.last_mut()? = loss;
@@ -190,7 +190,7 @@ impl StepRecorder {
     }
 
     /// Mean wall time per step since the last call.
-    pub(in crate::processes) fn seconds_per_step(&mut self, step: u64) -> Option<f64> {
+    pub(crate) fn seconds_per_step(&mut self, step: u64) -> Option<f64> {
         let (last_time, last_step) = std::mem::replace(&mut self.last_report, (Instant::now(), step));
         let steps = step.checked_sub(last_step).filter(|steps| *steps > 0)?;
         Some(last_time.elapsed().as_secs_f64() / steps as f64)
@@ -198,7 +198,7 @@ impl StepRecorder {
 
     /// The losses and learning rates as tensors of a checkpoint. Times are left out, so that the same steps give the
     /// same bytes.
-    pub(in crate::processes) fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
+    pub(crate) fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let steps: Vec<i64> = self
             .steps
             .iter()
@@ -216,12 +216,12 @@ impl StepRecorder {
         Ok(tensors)
     }
 
-    pub(in crate::processes) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
     /// The plot of the losses so far; `None` without any.
-    pub(in crate::processes) fn png(&self, title: &str) -> Option<Vec<u8>> {
+    pub(crate) fn png(&self, title: &str) -> Option<Vec<u8>> {
         let curve = Curve {
             title: title.to_owned(),
             points: self.steps.iter().copied().zip(self.losses.iter().copied()).collect(),

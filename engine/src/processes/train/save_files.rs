@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// The files of a save, sorted. A save that is a file is its only file.
-pub(in crate::processes) fn files_in_save(save: &Path) -> Vec<PathBuf> {
+pub(crate) fn files_in_save(save: &Path) -> Vec<PathBuf> {
     if !save.is_dir() {
         return vec![save.to_owned()];
     }

@@ -13,7 +13,7 @@ const MAX_FILES_PER_SECOND: u32 = 100;
 
 /// Writes the event file of a run on this machine, in the folder `log_dir/name_YYYYmmdd-HHMMSS` as ai-toolkit names it. A run that
 /// resumes goes on in the newest folder of its name.
-pub(in crate::processes) struct EventLog {
+pub(crate) struct EventLog {
     log_dir: PathBuf,
     name: String,
     /// The metrics of earlier steps, until the file is made: a run without a new step makes none.
