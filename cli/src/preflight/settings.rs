@@ -1,12 +1,13 @@
-//! Checks the settings of trainings that depend on the files of their model.
+//! Checks what depends on the files of a model: the settings of trainings, and the prompts and data sets of language models.
 
 use super::models::GivenParts;
 use crate::context::env;
 use crate::paths::expand;
-use aitk_common::job::JobSpec;
-use std::path::Path;
+use aitk_common::job::{JobSpec, ProcessKind};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
-/// Returns an error for each training that would end after it loaded its model. Models that are not here, or that cannot be read, are
+/// Returns an error for each process that would end after it loaded its model. Models that are not here, or that cannot be read, are
 /// reported elsewhere.
 pub(super) async fn settings_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let (spec, directory) = (spec.clone(), directory.to_owned());
@@ -19,7 +20,11 @@ pub(super) async fn settings_problems(spec: &JobSpec, directory: &Path) -> Vec<S
 }
 
 fn problem_of(spec: &JobSpec, index: usize, directory: &Path) -> Option<String> {
-    let process = spec.process.get(index)?.trainer()?;
+    let process = spec.process.get(index)?;
+    if matches!(process.kind, ProcessKind::LmTrain(_) | ProcessKind::LmGenerate(_)) {
+        return language_model_problem(spec, index, directory);
+    }
+    let process = process.trainer()?;
     let model = expand(&process.model.name_or_path, directory, &env);
     let parts = GivenParts::of(&process.model).local(directory)?;
     if !model.exists() || aitk_engine::families::check(&model, process.model.arch.name, &parts).is_err() {
@@ -31,13 +36,32 @@ fn problem_of(spec: &JobSpec, index: usize, directory: &Path) -> Option<String> 
         .map(|path| expand(path, directory, &env))
         .filter(|path| path.exists());
     let error = aitk_engine::processes::check_settings(process, &model, &parts, pretrained.as_deref()).err()?;
-    let message = error.to_string();
-    // Errors of a key begin with it.
-    let is_key =
-        |text: &&str| text.contains('.') && text.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
+    Some(finding(spec, index, error.to_string()))
+}
+
+/// Why a process of a language model cannot start. Paths that do not exist are reported elsewhere.
+fn language_model_problem(spec: &JobSpec, index: usize, directory: &Path) -> Option<String> {
+    let prefix = format!("config.process[{index}].");
+    let inputs = spec.inputs().into_iter().filter(|input| input.key.starts_with(&prefix));
+    let inputs: BTreeMap<String, PathBuf> = inputs
+        .map(|input| {
+            let local = expand(&input.config_path, directory, &env);
+            (input.config_path, local)
+        })
+        .collect();
+    if inputs.values().any(|path| !path.exists()) {
+        return None;
+    }
+    let error = aitk_engine::processes::check_language_model(spec, spec.process.get(index)?, &inputs).err()?;
+    Some(finding(spec, index, error.to_string()))
+}
+
+/// An error of a process as a finding. Errors of a key begin with it.
+fn finding(spec: &JobSpec, index: usize, message: String) -> String {
+    let is_key = |text: &&str| text.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
     let (key, message) = match message.split_once(": ").filter(|(key, _)| is_key(key)) {
         Some((key, rest)) => (format!("config.process[{index}].{key}"), rest.to_owned()),
         None => (format!("config.process[{index}]"), message),
     };
-    Some(spec.finding(key, message).to_string())
+    spec.finding(key, message).to_string()
 }

@@ -314,6 +314,15 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
             ),
         );
     }
+    let mut inherit_folder = |folder: &mut Option<String>, what: &str| {
+        if folder.is_none() {
+            folder.clone_from(&body.training_folder);
+        }
+        if folder.is_none() {
+            let message = format!("{what} needs a `training_folder`, such as `output`");
+            cx.error_at(&format!("{path}.training_folder"), message);
+        }
+    };
     match &mut process.kind {
         ProcessKind::Train(process) => {
             if process.log_dir.is_none() {
@@ -321,38 +330,10 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
             }
             // As in ai-toolkit, an empty name is none.
             process.log_dir.take_if(|folder| folder.trim().is_empty());
-            if process.training_folder.is_none() {
-                process.training_folder.clone_from(&body.training_folder);
-            }
-            if process.training_folder.is_none() {
-                cx.error_at(
-                    &format!("{path}.training_folder"),
-                    "a training needs a `training_folder`, such as `output`",
-                );
-            }
+            inherit_folder(&mut process.training_folder, "a training");
         }
-        ProcessKind::LmTrain(process) => {
-            if process.training_folder.is_none() {
-                process.training_folder.clone_from(&body.training_folder);
-            }
-            if process.training_folder.is_none() {
-                cx.error_at(
-                    &format!("{path}.training_folder"),
-                    "a training needs a `training_folder`, such as `output`",
-                );
-            }
-        }
-        ProcessKind::Extension(process) => {
-            if process.training_folder.is_none() {
-                process.training_folder.clone_from(&body.training_folder);
-            }
-            if process.training_folder.is_none() {
-                cx.error_at(
-                    &format!("{path}.training_folder"),
-                    "an extension needs a `training_folder`, such as `output`",
-                );
-            }
-        }
+        ProcessKind::LmTrain(process) => inherit_folder(&mut process.training_folder, "a training"),
+        ProcessKind::Extension(process) => inherit_folder(&mut process.training_folder, "an extension"),
         ProcessKind::Extract(process) => {
             check_extract_keys(process, index, body, cx);
             process.dtype = process.dtype.or(Some(body.dtype));

@@ -49,5 +49,9 @@ pub(crate) fn from_value<T: DeserializeOwned>(mut value: serde_json::Value) -> s
     if let Some(map) = value.as_object_mut() {
         map.retain(|key, value| !value.is_null() || key == NULLABLE_KEY);
     }
-    serde_path_to_error::deserialize(value).map_err(|error| format!("`{}`: {}", error.path(), error.inner()))
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let problem = error.inner().to_string();
+        let problem = problem.replace("expected usize", "expected a whole number from 0");
+        format!("`{}`: {problem}", error.path())
+    })
 }

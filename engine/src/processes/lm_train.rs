@@ -23,6 +23,7 @@ use crate::error::{EngineError, Result};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::lm_trainer::LmTrainerProcess;
 use checkpoint::NON_FINITE_CAUSES;
+pub(super) use prepare::check;
 use run::Run;
 use std::time::Instant;
 

@@ -11,6 +11,7 @@ mod generate;
 mod image_generator;
 mod img2img;
 mod job_metadata;
+mod language_model_check;
 mod lm_generate;
 mod lm_train;
 mod log_file;
@@ -33,6 +34,7 @@ mod train;
 
 pub use context::{Context, artifact_name, expand_home};
 pub use events::{EventSink, OutputRequests, StopSignal};
+pub use language_model_check::check_language_model;
 pub use log_file::LogFile;
 pub use train::{TrainingPreview, check_settings, image_batches, preview};
 

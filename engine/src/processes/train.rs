@@ -36,6 +36,7 @@ mod validation_loss;
 mod write;
 
 pub use image_batches::image_batches;
+pub(crate) use preview::in_place_attempt;
 pub use preview::{TrainingPreview, preview};
 pub use settings_check::check_settings;
 

@@ -90,8 +90,8 @@ fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("min_lr", train.min_lr, 0.0..=MAX_FACTOR);
-    cx.check_in_range("max_grad_norm", train.max_grad_norm, 0.0..=f64::MAX);
-    if train.min_lr > train.lr {
+    cx.check_in_range("max_grad_norm", train.max_grad_norm, 0.0..=MAX_FACTOR);
+    if train.lr >= 0.0 && train.min_lr > train.lr {
         cx.error_at(
             "min_lr",
             format!("expected at most `lr`, which is {}, found {}", train.lr, train.min_lr),

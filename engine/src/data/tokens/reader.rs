@@ -409,19 +409,19 @@ impl Reader<'_> {
         }
         if counts.split > 0 {
             notes.push(format!(
-                "{} documents are longer than the context of {context} tokens: they are split into {}",
+                "documents that are longer than the context of {context} tokens: {}, which are split into {} pieces",
                 counts.split, counts.pieces
             ));
         }
         if counts.short > 0 {
             notes.push(format!(
-                "{} documents have fewer than two tokens, so that there is nothing to predict: they are left out",
+                "documents of fewer than two tokens, in which nothing can be predicted, are left out: {}",
                 counts.short
             ));
         }
         if counts.given > 0 {
             notes.push(format!(
-                "{} pieces of {context} tokens consist of a prompt alone and are left out: raise `context` for longer prompts",
+                "pieces of {context} tokens that consist of a prompt alone are left out: {}; raise `context` for longer prompts",
                 counts.given
             ));
         }

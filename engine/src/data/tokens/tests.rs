@@ -115,9 +115,9 @@ fn long_documents_are_split_and_prompts_are_given() {
     assert_eq!(found[4].1, [true, true]);
     let notes = data.notes.join("\n");
     for note in [
-        "2 documents are longer than the context of 4 tokens: they are split into 6",
-        "2 documents have fewer than two tokens",
-        "2 pieces of 4 tokens consist of a prompt alone",
+        "documents that are longer than the context of 4 tokens: 2, which are split into 6 pieces",
+        "documents of fewer than two tokens, in which nothing can be predicted, are left out: 2",
+        "pieces of 4 tokens that consist of a prompt alone are left out: 2",
     ] {
         assert!(notes.contains(note), "{notes}");
     }

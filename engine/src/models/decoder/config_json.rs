@@ -18,7 +18,7 @@ const MAX_END_TOKENS: usize = 64;
 
 /// One id, or a list of them.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a token id or a list of token ids")]
 enum EndTokens {
     One(u32),
     Many(Vec<u32>),

@@ -33,18 +33,8 @@ const MAX_TEXTS: usize = 1_000_000;
 /// # Errors
 /// When the model, the prompts or the folder cannot be used.
 pub(super) fn run(process: &LmGenerateProcess, cx: &mut Context<'_>) -> Result<Outcome> {
-    let generate = &process.generate;
-    let prompts = prompts::read(generate, cx)?;
-    let repeats = generate.num_completions.max(1) as usize;
-    let total = prompts.len().saturating_mul(repeats);
-    if total > MAX_TEXTS {
-        return Err(EngineError::bad_input(format!(
-            "generate: {} prompts times {repeats} completions are more than {MAX_TEXTS} texts: split them into several jobs",
-            prompts.len()
-        )));
-    }
-    let model_folder = cx.local_path(&process.model.name_or_path)?;
-    let requests = requests(&prompts, repeats, &model_folder)?;
+    let (prompts, requests) = read_requests(process, cx)?;
+    let total = requests.len();
     let folder = cx.output_root(Some(&process.output_folder));
     fsutil::create_dir_all(&folder)?;
     let mut results = Results::open(&folder, cx, process)?;
@@ -68,8 +58,40 @@ pub(super) fn run(process: &LmGenerateProcess, cx: &mut Context<'_>) -> Result<O
     Ok(Outcome::Completed)
 }
 
+/// Checks the prompts, and the model by its configs and the names and shapes of its tensors.
+///
+/// # Errors
+/// The error with which [`run`] would end before it generates.
+pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()> {
+    let options = DecoderOptions {
+        only_shapes: true,
+        ..DecoderOptions::cpu()
+    };
+    Decoder::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
+    read_requests(process, cx).map(drop)
+}
+
+/// A request with the index of its prompt.
+type Indexed = (usize, TextRequest);
+
+/// The prompts, and the request of each completion.
+fn read_requests(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<(Vec<Prompt>, Vec<Indexed>)> {
+    let generate = &process.generate;
+    let prompts = prompts::read(generate, cx)?;
+    let repeats = generate.num_completions.max(1) as usize;
+    if prompts.len().saturating_mul(repeats) > MAX_TEXTS {
+        return Err(EngineError::bad_input(format!(
+            "generate: {} prompts times {repeats} completions are more than {MAX_TEXTS} texts: split them into several jobs",
+            prompts.len()
+        )));
+    }
+    let model_folder = cx.local_path(&process.model.name_or_path)?;
+    let requests = requests(&prompts, repeats, &model_folder)?;
+    Ok((prompts, requests))
+}
+
 /// The tokens of each prompt, by its index, once for each of its completions.
-fn requests(prompts: &[Prompt], repeats: usize, model_folder: &std::path::Path) -> Result<Vec<(usize, TextRequest)>> {
+fn requests(prompts: &[Prompt], repeats: usize, model_folder: &std::path::Path) -> Result<Vec<Indexed>> {
     if !model_folder.is_dir() {
         return Err(EngineError::bad_input(format!(
             "{}: expected the folder of a language model, with config.json, tokenizer.json and .safetensors files",
@@ -97,7 +119,7 @@ fn requests(prompts: &[Prompt], repeats: usize, model_folder: &std::path::Path) 
 fn generate_remaining(
     process: &LmGenerateProcess,
     prompts: &[Prompt],
-    remaining: &[(usize, TextRequest)],
+    remaining: &[Indexed],
     total: usize,
     results: &mut Results,
     cx: &mut Context<'_>,

@@ -22,15 +22,17 @@ pub(super) struct Data {
 }
 
 impl Data {
-    /// Reads the data sets of a process for a model with `vocabulary` tokens. `folder`: where temporary files are made.
+    /// Reads the data sets of a process for a model with `vocabulary` tokens. `folder`: where temporary files are made. `limit`: after so much
+    /// time it ends with [`EngineError::Stopped`].
     pub(super) fn read(
         process: &LmTrainerProcess,
         (seed, vocabulary): (u64, usize),
         (model, tokenizer): (&Path, Option<&DocumentTokenizer>),
-        folder: &Path,
+        (folder, limit): (&Path, Option<Duration>),
         cx: &mut Context<'_>,
     ) -> Result<Self> {
         cx.phase("reading data");
+        let started = Instant::now();
         let sources = sources(process, cx)?;
         let context = process.context as usize;
         let validation = process.validation.as_ref();
@@ -48,7 +50,7 @@ impl Data {
         };
         let mut last_sign = Instant::now();
         let read = read_documents(&sources, options, folder, &mut |_| {
-            if cx.stop.is_set() {
+            if cx.stop.is_set() || limit.is_some_and(|limit| started.elapsed() >= limit) {
                 return Err(EngineError::Stopped);
             }
             if last_sign.elapsed() >= KEEP_ALIVE_INTERVAL {
@@ -61,7 +63,9 @@ impl Data {
             cx.log("warn", note);
         }
         let (documents, held_out) = (read.trained.len(), read.held_out.len());
-        if validation.is_some() && held_out == 0 {
+        // Which documents are held out depends on the seed, which a check does not know unless the config has it.
+        let is_seed_known = limit.is_none() || process.training_seed.is_some();
+        if validation.is_some() && held_out == 0 && is_seed_known {
             return Err(EngineError::bad_input(
                 "validation: no document is held out: raise `share`, or give a `path` of other documents",
             ));

@@ -20,6 +20,8 @@ use aitk_common::job::dtype::DType as ConfigDType;
 use aitk_common::job::lm_trainer::LmTrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
+use std::path::PathBuf;
+use std::time::Duration;
 
 impl<'a> Run<'a> {
     /// Reads the data, loads the model and finds the state to resume from.
@@ -44,26 +46,14 @@ impl<'a> Run<'a> {
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // The data is read first, so that errors in it are reported before the weights are loaded.
-        let model_folder = cx.local_path(&process.model.name_or_path)?;
-        let config = DecoderConfig::read(&model_folder)?;
-        check_context(process, &config, cx)?;
-        let tokenizer = match DocumentTokenizer::exists(&model_folder) {
-            true => Some(DocumentTokenizer::open(&model_folder, config.vocab_size)?),
-            false => None,
-        };
-        if tokenizer.is_none() && !process.sample.prompts.is_empty() {
-            return Err(EngineError::bad_input(format!(
-                "sample.prompts: {} has no tokenizer.json, which prompts need: copy it from the model's repository, or remove the prompts",
-                model_folder.display()
-            )));
-        }
+        let (model_folder, config, tokenizer) = open_tokenizer(process, cx)?;
         let temporary = folder.path.join(".aitk");
         fsutil::create_dir_all(&temporary)?;
         let data = Data::read(
             process,
             (seed, config.vocab_size),
             (&model_folder, tokenizer.as_ref()),
-            &temporary,
+            (&temporary, None),
             cx,
         )?;
         let steps = process.train.total_steps(data.order.steps_per_epoch());
@@ -121,6 +111,64 @@ impl<'a> Run<'a> {
         run.metrics.open(run.start_step)?;
         Ok(run)
     }
+}
+
+/// How long a check reads data sets: longer ones are tokenised by the run alone.
+const CHECK_TIME: Duration = Duration::from_secs(10);
+
+/// Checks a process before it starts: its data sets as far as they can be read in [`CHECK_TIME`], its tokenizer, and that its network has a
+/// layer. A model that cannot be loaded is reported elsewhere.
+///
+/// # Errors
+/// The error with which the run would end before its first step.
+pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<()> {
+    let options = DecoderOptions {
+        only_shapes: true,
+        ..DecoderOptions::cpu()
+    };
+    let Ok(mut model) = Decoder::load(&cx.local_path(&process.model.name_or_path)?, &options) else {
+        return Ok(());
+    };
+    if let Some(network) = &process.network {
+        TrainedParameters::check_network(network, &mut model)?;
+    }
+    let (model_folder, config, tokenizer) = open_tokenizer(process, cx)?;
+    let seed = process
+        .training_seed
+        .and_then(|seed| u64::try_from(seed).ok())
+        .unwrap_or(0);
+    let read = Data::read(
+        process,
+        (seed, config.vocab_size),
+        (&model_folder, tokenizer.as_ref()),
+        (&std::env::temp_dir(), Some(CHECK_TIME)),
+        cx,
+    );
+    match read {
+        Ok(_) | Err(EngineError::Stopped) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The folder and config of the model, and its tokenizer, if it has one.
+fn open_tokenizer(
+    process: &LmTrainerProcess,
+    cx: &mut Context<'_>,
+) -> Result<(PathBuf, DecoderConfig, Option<DocumentTokenizer>)> {
+    let model_folder = cx.local_path(&process.model.name_or_path)?;
+    let config = DecoderConfig::read(&model_folder)?;
+    check_context(process, &config, cx)?;
+    let tokenizer = match DocumentTokenizer::exists(&model_folder) {
+        true => Some(DocumentTokenizer::open(&model_folder, config.vocab_size)?),
+        false => None,
+    };
+    if tokenizer.is_none() && !process.sample.prompts.is_empty() {
+        return Err(EngineError::bad_input(format!(
+            "sample.prompts: {} has no tokenizer.json, which prompts need: copy it from the model's repository, or remove the prompts",
+            model_folder.display()
+        )));
+    }
+    Ok((model_folder, config, tokenizer))
 }
 
 /// Checks that the model has so many positions.

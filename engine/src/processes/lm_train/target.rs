@@ -19,6 +19,39 @@ pub(super) enum TrainedParameters {
     Model(Vec<Param>),
 }
 
+fn adapter_config(network: &LmNetworkConfig) -> AdapterConfig {
+    AdapterConfig {
+        rank: network.linear as usize,
+        alpha: network.alpha(),
+        has_alpha_file: true,
+        only_if_contains: network.only_if_contains.0.clone(),
+        ignore_if_contains: network.ignore_if_contains.0.clone(),
+        ..AdapterConfig::default()
+    }
+}
+
+/// The model as a part whose layers a LoRA changes.
+fn part(model: &mut Decoder) -> Part<'_> {
+    Part {
+        id: "language_model",
+        role: PartRole::Denoiser,
+        lora_prefix: PEFT_PREFIX,
+        lora_names: AdapterNames::Peft,
+        block_lists: &[],
+        layers: model,
+    }
+}
+
+fn network_error(error: EngineError) -> EngineError {
+    match error {
+        EngineError::BadInput(_) => EngineError::bad_input(
+            "network: no layer is left to train; check `only_if_contains` and `ignore_if_contains`, which match names such as \
+             `model.layers.0.self_attn.q_proj`",
+        ),
+        other => other,
+    }
+}
+
 impl TrainedParameters {
     /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
     pub(super) fn new(
@@ -59,31 +92,17 @@ impl TrainedParameters {
     }
 
     fn lora(network: &LmNetworkConfig, model: &mut Decoder, seed: u64) -> Result<AdapterNetwork> {
-        let config = AdapterConfig {
-            rank: network.linear as usize,
-            alpha: network.alpha(),
-            has_alpha_file: true,
-            only_if_contains: network.only_if_contains.0.clone(),
-            ignore_if_contains: network.ignore_if_contains.0.clone(),
-            ..AdapterConfig::default()
-        };
-        let part = Part {
-            id: "language_model",
-            role: PartRole::Denoiser,
-            lora_prefix: PEFT_PREFIX,
-            lora_names: AdapterNames::Peft,
-            block_lists: &[],
-            layers: model,
-        };
         let mut generator = generator_for(seed, "network", 0, 0);
-        let attached = AdapterNetwork::attach_as(&Lora, &config, None, &mut [part], &mut generator);
-        attached.map_err(|error| match error {
-            EngineError::BadInput(_) => EngineError::bad_input(
-                "network: no layer is left to train; check `only_if_contains` and `ignore_if_contains`, which match names such as \
-                 `model.layers.0.self_attn.q_proj`",
-            ),
-            other => other,
-        })
+        let config = adapter_config(network);
+        AdapterNetwork::attach_as(&Lora, &config, None, &mut [part(model)], &mut generator).map_err(network_error)
+    }
+
+    /// Checks, with the names and shapes of a model alone, that the network has layers to train.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub(super) fn check_network(network: &LmNetworkConfig, model: &mut Decoder) -> Result<()> {
+        AdapterNetwork::check(&Lora, &adapter_config(network), None, &mut [part(model)]).map_err(network_error)
     }
 
     /// The trained parameters, in a fixed order.

@@ -598,7 +598,7 @@ fn bad_input_is_refused_with_its_place() {
         (
             "[]\n[5]\n",
             "nothing to train on",
-            "2 documents have fewer than two tokens",
+            "documents of fewer than two tokens, in which nothing can be predicted, are left out: 2",
         ),
     ] {
         std::fs::write(&data, text).unwrap();

@@ -147,8 +147,8 @@ impl TrainingPreview {
     }
 }
 
-/// The spec of an attempt that runs in place. It is parsed from JSON, so that fields with defaults are not listed here.
-fn in_place_attempt(inputs: &BTreeMap<String, PathBuf>) -> Result<AttemptSpec> {
+/// The spec of an attempt that runs in place, to check what it reads. `inputs`: the local path of each path in the config. It is parsed from JSON, so that fields with defaults are not listed here.
+pub(crate) fn in_place_attempt(inputs: &BTreeMap<String, PathBuf>) -> Result<AttemptSpec> {
     let spec = json!({
         "job_id": "validate", "attempt_id": "validate", "epoch": 1, "job": {}, "config_text": "", "config_format": "yaml",
         "inputs": inputs, "output_root": null, "resume_from": null, "device": {"kind": "cpu", "index": 0},
