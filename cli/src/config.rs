@@ -59,7 +59,7 @@ pub fn parse_changes(set: &[String]) -> Result<Vec<Change>, Failure> {
 /// # Errors
 /// When there is no such config (code 3), or it is wrong or uses a feature that this release does not support (code 1).
 pub fn read(ui: &Ui, config: &Path, directory: &Path, options: ReadOptions<'_>) -> Result<LoadedJob, Failure> {
-    let (loaded, warnings) = read_with(config, directory, options)?;
+    let (loaded, warnings) = read_with_warnings(config, directory, options)?;
     for warning in &warnings {
         ui.warn(warning);
     }
@@ -70,7 +70,7 @@ pub fn read(ui: &Ui, config: &Path, directory: &Path, options: ReadOptions<'_>) 
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_with(
+pub fn read_with_warnings(
     config: &Path,
     directory: &Path,
     options: ReadOptions<'_>,

@@ -129,7 +129,7 @@ pub struct WorkerResources {
 
 /// Options of a worker that also runs other users' jobs.
 #[derive(Clone, Debug)]
-pub struct ServerOptions {
+pub struct SharedWorkerOptions {
     /// Refuse jobs if attempts cannot be confined.
     pub require_sandbox: bool,
     /// Repositories for which jobs may use this machine's Hugging Face token.
@@ -148,9 +148,9 @@ impl EmbeddedCluster {
         worker_dir: Option<&Path>,
         hub_folder: Option<PathBuf>,
         name: Option<&str>,
-        offer: WorkerResources,
+        resources: WorkerResources,
         ca_file: Option<&Path>,
-        server_options: Option<ServerOptions>,
+        shared_worker: Option<SharedWorkerOptions>,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
@@ -171,15 +171,15 @@ impl EmbeddedCluster {
             Some(dir) => {
                 let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
                 config.ca_file = ca_file.map(Path::to_path_buf);
-                config.devices = offer.devices;
-                config.allow_extensions = offer.allow_extensions;
+                config.devices = resources.devices;
+                config.allow_extensions = resources.allow_extensions;
                 config.hub_folder = hub_folder;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
                 // Only a server runs other users' jobs.
-                if let Some(server_options) = server_options {
-                    config.require_sandbox = server_options.require_sandbox;
-                    (config.hub_allow, config.hub_secrets) = (server_options.hub_allow, server_options.hub_secrets);
+                if let Some(shared_worker) = shared_worker {
+                    config.require_sandbox = shared_worker.require_sandbox;
+                    (config.hub_allow, config.hub_secrets) = (shared_worker.hub_allow, shared_worker.hub_secrets);
                     let (limits, control_groups) = aitk_worker::runner::detect_control_groups();
                     config.control_groups = control_groups;
                     if let Some(confinement) = &mut config.confinement {
@@ -342,7 +342,7 @@ pub fn print_devices(ui: &Ui, devices: &[Device]) {
     for found in devices {
         let budget = crate::output::format::gib(found.memory_budget);
         let name = crate::output::format::printable(&found.name);
-        let device = crate::views::device(found.device);
+        let device = crate::views::device(found.id);
         ui.notice(&format!(
             "device {device}: {name}, memory budget {budget}, {}",
             found.profile.name()

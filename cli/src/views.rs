@@ -246,7 +246,7 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
         for slot in &worker.devices {
             table.row([
                 worker.name.clone(),
-                format!("{} {}", device(slot.device.device), slot.device.name),
+                format!("{} {}", device(slot.device.id), slot.device.name),
                 gib(slot.device.memory_budget),
                 gib(slot.device.memory_total),
                 slot.device.profile.name().to_owned(),
@@ -397,7 +397,7 @@ mod tests {
         let why = "waits for a device with 24.0 GiB: the-box-under-the-desk has 11.2 GiB free";
         assert_eq!(lines[4], format!("  {why}"));
         let device = Device {
-            device: DeviceRef {
+            id: DeviceRef {
                 kind: DeviceKind::Cuda,
                 index: 1,
             },

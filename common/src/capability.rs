@@ -55,7 +55,8 @@ impl DeviceRef {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Device {
     /// Identifies the device on its machine.
-    pub device: DeviceRef,
+    #[serde(rename = "device")]
+    pub id: DeviceRef,
     /// The vendor's product name: `NVIDIA GeForce RTX 4090`, `Apple M4 Max`, `AMD EPYC (2 cores)`.
     pub name: String,
     /// `sm_89`, `apple9`, `x86_64+avx2`, ….

@@ -19,8 +19,8 @@ use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_scheduler::{
-    Condition, Effect, Event, ListQuery, NewArray, NewJob, Payload, Prerequisite, Record, Requirements, SessionId,
-    Settings, State, Ticket,
+    Dependency, DependencyCondition, Effect, Event, ListQuery, NewArray, NewJob, Payload, Record, Requirements,
+    SessionId, Settings, State, Ticket,
 };
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::{TimeVal, TimeValLike};
@@ -96,7 +96,7 @@ fn worker(number: u64) -> Event {
     let sizes = [24, 24, 48, 80];
     let budget = sizes[(number % 4) as usize] * GIB;
     let device = Device {
-        device: DeviceRef {
+        id: DeviceRef {
             kind: DeviceKind::Cuda,
             index: 0,
         },
@@ -344,12 +344,12 @@ impl Requests {
             let before = JobId::new(format!("j{first:08x}"));
             let after = |job: &mut NewJob| {
                 let condition = if name == "stop" {
-                    Condition::Completed
+                    DependencyCondition::Completed
                 } else {
-                    Condition::Ended
+                    DependencyCondition::Ended
                 };
                 let job_of = before.to_string();
-                job.after = vec![Prerequisite { job: job_of, condition }];
+                job.after = vec![Dependency { job: job_of, condition }];
             };
             self.prepare(
                 (0..waiting / 1000).map(|part| array(&format!("j{name}{part}"), first + 1 + part * 1000, &after)),

@@ -127,7 +127,7 @@ pub(crate) async fn start_leading(
     let scheme = storage_url.split_once(':').filter(|_| !storage_url.starts_with('/'));
     let storage = scheme.map_or("file", |(scheme, _)| scheme).to_owned();
     // Workers can access a bucket themselves; a local folder only through this coordinator.
-    let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
+    let bucket_url_for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
     let (listener, addr) = listen(config.bind).await?;
     let tls = Tls::open(config.tls.as_ref(), config.pki.as_ref(), addr)?;
@@ -141,14 +141,14 @@ pub(crate) async fn start_leading(
     let spans = Spans::new(&config.traces);
     let payloads = JobConfigCache::default();
     let assigner = Assigner::new(store.clone(), payloads.clone());
-    if for_workers.is_some() {
+    if bucket_url_for_workers.is_some() {
         tokio::spawn(check_storage(blobs.clone(), stopping.clone()));
     }
     let (scheduler_task, scheduler) = SchedulerTask::new(
         state,
         clock,
         store.clone(),
-        for_workers,
+        bucket_url_for_workers,
         metrics.clone(),
         spans,
         payloads,
@@ -271,14 +271,14 @@ async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<
 
 /// Renews the lease until another coordinator has it. In a cluster it also ends when the lease has expired without an
 /// answer of the database: another coordinator may lead by then, and workers must not hear two leaders.
-async fn renew_lease(store: Arc<dyn Store>, others: bool) -> StoreError {
+async fn renew_lease(store: Arc<dyn Store>, is_clustered: bool) -> StoreError {
     let mut ticks = tokio::time::interval(RENEW_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut valid_until = None;
     loop {
         let lost = async {
             match valid_until {
-                Some(until) if others => tokio::time::sleep_until(until).await,
+                Some(until) if is_clustered => tokio::time::sleep_until(until).await,
                 _ => std::future::pending().await,
             }
         };

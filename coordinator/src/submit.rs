@@ -7,7 +7,7 @@ use aitk_common::job::cluster::{Split, TimeSpan};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_scheduler::{Condition, Prerequisite, Requirements};
+use aitk_scheduler::{Dependency, DependencyCondition, Requirements};
 use serde_json::Value;
 
 /// Maximum jobs that a job may depend on.
@@ -24,7 +24,7 @@ const DATA_LIMIT: usize = 16;
 pub(crate) struct ParsedSubmission {
     pub(crate) title: JobTitle,
     pub(crate) requirements: Requirements,
-    pub(crate) after: Vec<Prerequisite>,
+    pub(crate) after: Vec<Dependency>,
     pub(crate) not_before: Option<UnixMillis>,
     /// How to split the job, and its number of images.
     pub(crate) split: Option<(Split, u64)>,
@@ -118,13 +118,13 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         .flat_map(|(name, value)| [name, value])
         .try_for_each(|text| check_length("cluster.labels", text))?;
     let limit = |limit: TimeSpan| u64::try_from(limit.0.as_millis()).unwrap_or(u64::MAX);
-    let mut after: Vec<Prerequisite> = Vec::new();
+    let mut after: Vec<Dependency> = Vec::new();
     for (jobs, condition) in [
-        (cluster.after.0, Condition::Completed),
-        (cluster.after_any.0, Condition::Ended),
-        (cluster.after_failed.0, Condition::Failed),
+        (cluster.after.0, DependencyCondition::Completed),
+        (cluster.after_any.0, DependencyCondition::Ended),
+        (cluster.after_failed.0, DependencyCondition::Failed),
     ] {
-        after.extend(jobs.into_iter().map(|job| Prerequisite { job, condition }));
+        after.extend(jobs.into_iter().map(|job| Dependency { job, condition }));
     }
     if after.len() > AFTER_LIMIT {
         return Err(format!(

@@ -4,6 +4,7 @@ use crate::faulty_server::{self, BoxError};
 use s3s::auth::SimpleAuth;
 use s3s::service::S3ServiceBuilder;
 use s3s_fs::FileSystem;
+use std::io::Write as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use tokio::net::TcpListener;
 /// How the server is set up.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// The address to listen on.
+    /// The address to listen on. With port 0 any free port is taken, and a line of standard output, `listening on ADDRESS`, names it.
     pub address: SocketAddr,
     /// The file with the current fault; `None` for no faults.
     pub fault_file: Option<PathBuf>,
@@ -35,6 +36,9 @@ pub async fn serve(settings: Settings) -> anyhow::Result<()> {
     }
     let service = builder.build();
     let listener = TcpListener::bind(settings.address).await?;
+    if settings.address.port() == 0 {
+        writeln!(std::io::stdout(), "listening on {}", listener.local_addr()?)?;
+    }
     let service: faulty_server::Service = Arc::new(move |mut request| {
         let service = service.clone();
         Box::pin(async move {

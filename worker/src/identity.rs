@@ -9,7 +9,7 @@ use aitk_common::control_plane::UnixMillis;
 use aitk_common::fsutil;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
-use aitk_common::security::ca::{CaError, WorkerCertificate, WorkerRequest, read_private};
+use aitk_common::security::ca::{CaError, CertificateRequestWithKey, WorkerCertificate, read_private};
 use aitk_proto::client::{self, Credentials, Trust};
 use aitk_proto::v1;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(600);
 
 /// The identity of a worker that joined.
 #[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]
-pub struct Membership {
+pub struct WorkerIdentity {
     /// The coordinator's address.
     pub server: String,
     /// The worker's name.
@@ -44,9 +44,9 @@ pub struct Membership {
     expires_at: UnixMillis,
 }
 
-impl fmt::Debug for Membership {
+impl fmt::Debug for WorkerIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Membership({} at {})", self.name, self.server)
+        write!(f, "WorkerIdentity({} at {})", self.name, self.server)
     }
 }
 
@@ -55,18 +55,18 @@ pub(crate) fn wall_clock() -> UnixMillis {
     UnixMillis(0).after(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
-impl Membership {
-    /// Builds a membership from a join request and its answer.
+impl WorkerIdentity {
+    /// Builds an identity from a join request and its answer.
     pub(crate) fn new(
         server: String,
         reply: v1::JoinReply,
         ca: ContentHash,
         ca_pem: Option<String>,
-        request: WorkerRequest,
+        request: CertificateRequestWithKey,
     ) -> Result<Self, JoinError> {
         let invalid = |_| JoinError::InvalidReply("an invalid name or id");
         let issued = reply.certificate.ok_or(JoinError::InvalidReply("no certificate"))?;
-        let membership = Self {
+        let identity = Self {
             server,
             name: UserName::parse(&reply.name).map_err(invalid)?,
             worker: WorkerId::parse(&reply.worker_id).map_err(invalid)?,
@@ -77,11 +77,15 @@ impl Membership {
             renew_at: UnixMillis(0),
             expires_at: UnixMillis(0),
         };
-        membership.with_certificate(issued, request)
+        identity.with_certificate(issued, request)
     }
 
     /// Replaces the certificate and its key.
-    fn with_certificate(mut self, issued: v1::WorkerCertificate, request: WorkerRequest) -> Result<Self, JoinError> {
+    fn with_certificate(
+        mut self,
+        issued: v1::WorkerCertificate,
+        request: CertificateRequestWithKey,
+    ) -> Result<Self, JoinError> {
         let read = WorkerCertificate::read_pem(&issued.certificate)?;
         if read.name != self.name {
             return Err(JoinError::InvalidReply("a certificate of another name"));
@@ -144,7 +148,7 @@ impl Membership {
 
     /// Requests the next certificate, for a new key, over a connection that uses this one.
     async fn renew(&self, server: &str, ca_file: Option<&Path>) -> Result<Self, JoinError> {
-        let request = WorkerRequest::new(Some(&self.name))?;
+        let request = CertificateRequestWithKey::new(Some(&self.name))?;
         let clients = with_timeout(client::connect_with(server, self.credentials(), ca_file)).await??;
         let reply = retry_unavailable(|| {
             let mut workers = clients.workers.clone();
@@ -159,28 +163,28 @@ impl Membership {
     }
 }
 
-/// Renews the certificate of a membership.
+/// Renews the certificate of an identity.
 #[derive(Debug)]
 pub(crate) struct CertificateRenewer {
     data_dir: PathBuf,
     server: String,
     ca_file: Option<PathBuf>,
-    current: watch::Sender<Membership>,
+    current: watch::Sender<WorkerIdentity>,
 }
 
 impl CertificateRenewer {
-    pub(crate) fn new(data_dir: PathBuf, server: String, ca_file: Option<PathBuf>, membership: Membership) -> Self {
+    pub(crate) fn new(data_dir: PathBuf, server: String, ca_file: Option<PathBuf>, identity: WorkerIdentity) -> Self {
         Self {
             data_dir,
             server,
             ca_file,
-            current: watch::Sender::new(membership),
+            current: watch::Sender::new(identity),
         }
     }
 
     /// Loads the identity that `aitk-worker join` wrote meanwhile, if it is newer.
     pub(crate) fn reload(&self) {
-        match Membership::read(&self.data_dir) {
+        match WorkerIdentity::read(&self.data_dir) {
             Ok(Some(read)) => {
                 self.current.send_if_modified(|now| {
                     let newer = read.expires_at > now.expires_at && read != *now;
@@ -195,8 +199,8 @@ impl CertificateRenewer {
         }
     }
 
-    /// Returns a receiver of the current membership and of newer ones.
-    pub(crate) fn subscribe(&self) -> watch::Receiver<Membership> {
+    /// Returns a receiver of the current identity and of newer ones.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<WorkerIdentity> {
         self.current.subscribe()
     }
 

@@ -3,12 +3,12 @@
 
 use crate::data_folder::{DataFolder, DataFolderError};
 use crate::host::host_name;
-use crate::identity::Membership;
+use crate::identity::WorkerIdentity;
 use crate::join_calls::{JoinError, retry_unavailable, with_timeout};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
-use aitk_common::security::ca::WorkerRequest;
+use aitk_common::security::ca::CertificateRequestWithKey;
 use aitk_common::security::join::JoinToken;
 use aitk_proto::client::{self, Credentials};
 use aitk_proto::v1;
@@ -37,7 +37,7 @@ pub struct JoinOptions {
 ///
 /// # Errors
 /// [`JoinError`]
-pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
+pub async fn join(options: JoinOptions) -> Result<WorkerIdentity, JoinError> {
     let invitation = JoinToken::parse(&options.token)?;
     let server = match options.server.trim().split_once("://") {
         Some(("https", _)) => options.server.trim().to_owned(),
@@ -56,12 +56,12 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
     // it: it reads the new one.
     let data_folder = match DataFolder::open(&options.data_dir) {
         Ok(data_folder) => Some(data_folder),
-        Err(DataFolderError::InUse(_)) if Membership::read(&options.data_dir)?.is_some() => None,
+        Err(DataFolderError::InUse(_)) if WorkerIdentity::read(&options.data_dir)?.is_some() => None,
         Err(error) => return Err(error.into()),
     };
     // The identity holds the worker id as well; a running worker uses that one.
     let known_id = DataFolder::worker_id_in(&options.data_dir).or_else(|| {
-        let earlier = Membership::read(&options.data_dir).ok().flatten();
+        let earlier = WorkerIdentity::read(&options.data_dir).ok().flatten();
         earlier.map(|earlier| earlier.worker)
     });
     let request = request_with_saved_key(&options.data_dir, name.as_ref())?;
@@ -84,7 +84,7 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
             ours: invitation.ca,
         });
     }
-    let joined = Membership::new(server, reply, invitation.ca, ca_pem, request)?;
+    let joined = WorkerIdentity::new(server, reply, invitation.ca, ca_pem, request)?;
     if let Some(data_folder) = &data_folder {
         data_folder.save_worker_id(&joined.worker)?;
     }
@@ -95,14 +95,14 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
 
 /// Makes a request whose key stays in the data folder until the answer has come. If the answer is lost, the next try
 /// uses the same key, and the coordinator repeats its answer for a known key.
-fn request_with_saved_key(data_dir: &Path, name: Option<&UserName>) -> Result<WorkerRequest, JoinError> {
+fn request_with_saved_key(data_dir: &Path, name: Option<&UserName>) -> Result<CertificateRequestWithKey, JoinError> {
     let path = data_dir.join(KEY_FILE);
     if let Ok(key) = std::fs::read_to_string(&path)
-        && let Ok(request) = WorkerRequest::with_key_pem(&key, name)
+        && let Ok(request) = CertificateRequestWithKey::with_key_pem(&key, name)
     {
         return Ok(request);
     }
-    let request = WorkerRequest::new(name)?;
+    let request = CertificateRequestWithKey::new(name)?;
     fsutil::write_private(&path, request.key_pem.as_bytes())?;
     Ok(request)
 }

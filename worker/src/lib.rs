@@ -49,7 +49,7 @@ use extensions::AllowedExtensions;
 pub use extensions::check_allowed_programs;
 use futures::future::BoxFuture;
 pub use host::host_name;
-pub use identity::Membership;
+pub use identity::WorkerIdentity;
 pub use join::{JoinOptions, join};
 pub use join_calls::JoinError;
 pub use session::{Refusal, Status};
@@ -67,12 +67,12 @@ use tokio_util::sync::CancellationToken;
 pub struct Config {
     /// The coordinator: `https://host[:port]`, or `http://127.0.0.1[:port]`.
     pub server: String,
-    /// The token for the coordinator; empty with a [`Self::membership`].
+    /// The token for the coordinator; empty with a [`Self::identity`].
     pub token: String,
     /// The file that holds the token. It is read again before each connection, so that a new token needs no restart.
     pub token_file: Option<PathBuf>,
     /// The certificate that `join` obtained; used instead of a token.
-    pub membership: Option<Membership>,
+    pub identity: Option<WorkerIdentity>,
     /// A file with a certificate authority to trust in addition to those of the system.
     pub ca_file: Option<PathBuf>,
     /// The worker's display name.
@@ -136,7 +136,7 @@ impl Config {
             server: server.into(),
             token: token.into(),
             token_file: None,
-            membership: None,
+            identity: None,
             ca_file: None,
             name: host_name(),
             data_dir: data_dir.into(),
@@ -241,7 +241,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
     let spans = trace::SpanRecorder::new(&config.traces, &config.name);
     let identity = session::RegistrationInfo {
         worker: config
-            .membership
+            .identity
             .as_ref()
             .map_or_else(|| data_folder.worker_id(), |joined| Some(joined.worker.clone())),
         name: config.name,
@@ -284,7 +284,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         .map_err(std::io::Error::other)?;
     let (status, status_receiver) = watch::channel(Status::Connecting(None));
     let shutdown_token = CancellationToken::new();
-    let renewer = config.membership.map(|joined| {
+    let renewer = config.identity.map(|joined| {
         let (folder, server) = (config.data_dir.clone(), config.server.clone());
         Arc::new(identity::CertificateRenewer::new(
             folder,

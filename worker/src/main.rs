@@ -6,7 +6,7 @@ use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, DeviceSelection};
 use aitk_worker::runner::detect_control_groups;
-use aitk_worker::{Config, JoinOptions, Membership, Refusal, check_allowed_programs, sandbox};
+use aitk_worker::{Config, JoinOptions, Refusal, WorkerIdentity, check_allowed_programs, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use std::collections::BTreeMap;
@@ -274,7 +274,7 @@ fn print_probe(json: bool) -> anyhow::Result<()> {
     }
     for device in devices {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-        writeln!(out, "{}  {}", probe::label(device.device), device.name)?;
+        writeln!(out, "{}  {}", probe::label(device.id), device.name)?;
         writeln!(out, "    architecture  {}", device.architecture)?;
         let (budget, total) = (gib(device.memory_budget), gib(device.memory_total));
         writeln!(out, "    memory        {budget:.1} GiB for a task, of {total:.1} GiB")?;
@@ -320,7 +320,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     let data_dir = data_dir_or_default(options.data_dir)?;
     // An explicit token takes precedence over a saved identity.
     let joined = if token.is_none() {
-        Membership::read(&data_dir)?
+        WorkerIdentity::read(&data_dir)?
     } else {
         None
     };
@@ -339,7 +339,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     let server = server.unwrap_or_else(|| "http://127.0.0.1:7420".to_owned());
     let mut config = Config::new(server, secret, data_dir);
     config.name = name.unwrap_or(config.name);
-    config.membership = joined;
+    config.identity = joined;
     config.token_file = options.token_file.clone();
     config.upload_timeout = options.upload_timeout;
     config.ca_file = options.ca_file;
@@ -367,7 +367,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.devices = probe::choose(probe::devices(), &choice)?;
     for device in &config.devices {
         tracing::info!(
-            device = probe::label(device.device),
+            device = probe::label(device.id),
             name = device.name,
             profile = device.profile.name(),
             "offering"

@@ -45,7 +45,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         ui.notice(&format!("{}: {}", benchmark.name, benchmark.about));
         let command = child_command(&ChildBenchmark {
             benchmark,
-            device: device.device,
+            device: device.id,
             dtype: &args.dtype,
             duration,
         })?;

@@ -97,7 +97,7 @@ impl SimulatedWorkers {
 
 fn registration(number: usize, slow: bool) -> Registration {
     let device = Device {
-        device: DeviceRef {
+        id: DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,
         },

@@ -34,9 +34,9 @@ struct Disk {
     purpose: &'static str,
     path: PathBuf,
     free: Option<u64>,
-    /// Device number: folders with the same number are on the same disk.
+    /// Device number, if it is known: folders with the same number are on the same disk.
     #[serde(skip)]
-    filesystem: u64,
+    filesystem: Option<u64>,
 }
 
 /// A setting for display; it never has the token itself.
@@ -63,9 +63,9 @@ impl Defaults {
     fn of(found: &Device) -> Self {
         let train = TrainerProcess::default().train;
         Self {
-            device: found.device,
+            device: found.id,
             memory_profile: found.profile.name(),
-            dtype: (found.device.kind == DeviceKind::Cpu).then_some("f32"),
+            dtype: (found.id.kind == DeviceKind::Cpu).then_some("f32"),
             batch_size: train.batch_size,
             gradient_checkpointing: train.gradient_checkpointing,
             gflops: found.gflops,
@@ -313,17 +313,9 @@ fn disks(context: &Context) -> Vec<Disk> {
     .into_iter()
     .map(|(purpose, path)| {
         let (there, free) = (nearest_existing(&path), free_space(&path));
-        let filesystem = std::os::unix::fs::MetadataExt::dev(&match std::fs::metadata(there) {
-            Ok(meta) => meta,
-            Err(_) => {
-                return Disk {
-                    purpose,
-                    path,
-                    free,
-                    filesystem: 0,
-                };
-            }
-        });
+        let filesystem = std::fs::metadata(there)
+            .ok()
+            .map(|meta| std::os::unix::fs::MetadataExt::dev(&meta));
         Disk {
             purpose,
             path,
@@ -337,7 +329,8 @@ fn disks(context: &Context) -> Vec<Disk> {
 fn check_disk_space(disks: &[Disk], problems: &mut Vec<Problem>) {
     let mut reported = Vec::new();
     for disk in disks {
-        if disk.free.is_some_and(|free| free < MIN_FREE_DISK) && !reported.contains(&disk.filesystem) {
+        let is_reported = disk.filesystem.is_some() && reported.contains(&disk.filesystem);
+        if disk.free.is_some_and(|free| free < MIN_FREE_DISK) && !is_reported {
             reported.push(disk.filesystem);
             problems.push(Problem {
                 what: format!(
@@ -403,7 +396,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         ]);
         for found in &report.devices {
             table.row([
-                device(found.device),
+                device(found.id),
                 format!("{} ({})", found.name, found.architecture),
                 gib(found.memory_budget),
                 gib(found.memory_total),
@@ -472,11 +465,19 @@ mod tests {
             filesystem,
         };
         let mut problems = Vec::new();
+        let one = Some(1);
         check_disk_space(
-            &[disk("a", 1 << 30, 1), disk("b", 1 << 30, 1), disk("c", 9 << 30, 2)],
+            &[
+                disk("a", 1 << 30, one),
+                disk("b", 1 << 30, one),
+                disk("c", 9 << 30, Some(2)),
+            ],
             &mut problems,
         );
         assert_eq!(problems.len(), 1);
+        // Folders whose disks are not known may be on several.
+        check_disk_space(&[disk("d", 1 << 30, None), disk("e", 1 << 30, None)], &mut problems);
+        assert_eq!(problems.len(), 3);
         assert!(problems[0].what.contains("1.0 GiB free"), "{problems:?}");
     }
 

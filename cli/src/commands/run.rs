@@ -301,7 +301,7 @@ fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device
     };
     let kinds: Vec<&Device> = devices
         .iter()
-        .filter(|d| cluster.device.is_none_or(|kind| kind == d.device.kind))
+        .filter(|d| cluster.device.is_none_or(|kind| kind == d.id.kind))
         .collect();
     if let Some(kind) = cluster.device.filter(|_| kinds.is_empty()) {
         return Err(nothing_fits(format!(
@@ -318,7 +318,7 @@ fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device
         )));
     }
     let is_supported = |profile: MemoryProfile| {
-        let on_cpu = |d: &&Device| d.device.kind == DeviceKind::Cpu;
+        let on_cpu = |d: &&Device| d.id.kind == DeviceKind::Cpu;
         match profile {
             MemoryProfile::CpuOnly => kinds.iter().any(on_cpu),
             MemoryProfile::FullGpu => !kinds.iter().all(on_cpu),
@@ -438,7 +438,7 @@ mod tests {
     #[test]
     fn requirements_that_this_machine_does_not_meet_are_errors() {
         let cpu = Device {
-            device: DeviceRef {
+            id: DeviceRef {
                 kind: DeviceKind::Cpu,
                 index: 0,
             },

@@ -4,7 +4,7 @@ use super::logs::notify_ended;
 use super::validate;
 use crate::api::Api;
 use crate::args::SubmitArgs;
-use crate::config::{self, ReadOptions, read_with, refuse_special_files};
+use crate::config::{self, ReadOptions, read_with_warnings, refuse_special_files};
 use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
@@ -303,7 +303,7 @@ fn read_one(
             script: args.script,
             ..options
         };
-        read_with(&args.config, &context.directory, options)
+        read_with_warnings(&args.config, &context.directory, options)
     };
     let (mut loaded, mut warnings) = read(&changes)?;
     // The config's name has no `[name]` placeholder, so replace the whole name by that of the flag.

@@ -4,7 +4,9 @@ use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::context::{Context, env};
 use crate::download::disk_failure;
-use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, WorkerResources, find_devices, print_devices};
+use crate::embedded::{
+    EmbeddedCluster, SharedWorkerOptions, StopSignals, WorkerResources, find_devices, print_devices,
+};
 use crate::exit::Exit;
 use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
@@ -78,7 +80,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
             allow_extensions,
         },
         ca_file.as_deref(),
-        Some(ServerOptions {
+        Some(SharedWorkerOptions {
             require_sandbox: args.require_sandbox,
             hub_allow: args
                 .hub_allow

@@ -2,7 +2,7 @@
 
 use super::forecast::submission;
 use crate::args::ValidateArgs;
-use crate::config::{self, ReadOptions, read_with};
+use crate::config::{self, ReadOptions, read_with_warnings};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
@@ -23,7 +23,7 @@ pub(super) async fn validate(context: &Context, args: ValidateArgs) -> CommandRe
         script: args.script,
         ..ReadOptions::default()
     };
-    let (loaded, warnings) = match read_with(&args.config, &context.directory, options) {
+    let (loaded, warnings) = match read_with_warnings(&args.config, &context.directory, options) {
         Ok(read) => read,
         Err(failure) if args.json => {
             ui.json(&json!({ "ok": false, "problems": failure.message.lines().collect::<Vec<_>>() }))?;

@@ -197,7 +197,7 @@ fn training(folder: &Path, directory: &Path) -> Result<(String, Option<TrainerPr
     let Some(path) = names.iter().map(|name| folder.join(name)).find(|path| path.is_file()) else {
         return Err(Failure::not_found(format!("{} has no config", folder.display())));
     };
-    let (loaded, _warnings) = config::read_with(&path, directory, ReadOptions::default())?;
+    let (loaded, _warnings) = config::read_with_warnings(&path, directory, ReadOptions::default())?;
     let spec = loaded.spec;
     let own_name = folder.file_name().and_then(|name| name.to_str());
     let trainings = spec.process.iter().filter_map(|process| process.trainer());

@@ -22,8 +22,8 @@ struct Sizes {
 
 impl Sizes {
     fn of(device: &Device) -> Self {
-        let (model, model_name, side) = match device.device.kind {
-            DeviceKind::Cpu if device.device.is_portable() => (RandomModelSize::Quarter, "a quarter of SD 1.5", 128),
+        let (model, model_name, side) = match device.id.kind {
+            DeviceKind::Cpu if device.id.is_portable() => (RandomModelSize::Quarter, "a quarter of SD 1.5", 128),
             DeviceKind::Cpu => (RandomModelSize::Half, "half of SD 1.5", 384),
             DeviceKind::Cuda | DeviceKind::Metal => (RandomModelSize::Full, "SD 1.5", 512),
         };
@@ -46,7 +46,7 @@ pub(super) async fn measure(
     limit: Duration,
 ) -> Result<Vec<MemoryReport>, Failure> {
     let start = Instant::now();
-    let name = device_name(device.device);
+    let name = device_name(device.id);
     let sizes = Sizes::of(device);
     let model = jobs.folder(&format!("random_{}", name.replace(':', "_")));
     copy_folder(&jobs.demo_model(), &model)?;
@@ -84,7 +84,7 @@ pub(super) async fn measure(
         let outcome = jobs.run(&job_name, process, Value::Null, &name, remaining).await;
         let measured = outcome.map_err(|failure| failure.message).map(|outcome| {
             let gib = |name: &str| outcome.metrics.get(name).copied();
-            let taken = if device.device.kind == DeviceKind::Cpu {
+            let taken = if device.id.kind == DeviceKind::Cpu {
                 gib("memory/peak_gib")
             } else {
                 gib("memory/device_process_gib").or_else(|| gib("memory/device_peak_gib"))

@@ -46,7 +46,7 @@ pub async fn check(
     let reference = jobs.train("reference", REFERENCE_DEVICE, "f32", TIME_PER_CPU).await?;
     let mut reports = Vec::new();
     for device in devices {
-        let limit = match (seconds, device.device.kind) {
+        let limit = match (seconds, device.id.kind) {
             (Some(seconds), _) => Duration::from_secs(seconds),
             (None, DeviceKind::Cpu) => TIME_PER_CPU,
             (None, DeviceKind::Cuda | DeviceKind::Metal) => TIME_PER_GPU,
@@ -67,7 +67,7 @@ async fn check_device(
     limit: Duration,
 ) -> DeviceReport {
     let start = Instant::now();
-    let name = device_name(device.device);
+    let name = device_name(device.id);
     let remaining = || limit.saturating_sub(start.elapsed());
     let mut dtypes = Vec::new();
     for dtype in &device.dtypes {
@@ -85,7 +85,7 @@ async fn check_device(
         memory.unwrap_or_else(|failure| vec![MemoryReport::new("larger jobs".to_owned(), Err(failure.message))]);
     let speed = speed::measure(ui, device, remaining).await;
     DeviceReport {
-        device: device.device,
+        device: device.id,
         name: device.name.clone(),
         architecture: device.architecture.clone(),
         seconds: start.elapsed().as_secs_f64(),

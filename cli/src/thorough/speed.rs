@@ -19,21 +19,21 @@ const OUT_OF_TIME: &str = "skipped: the time for this device was over";
 
 /// Whether a benchmark suits a device: it takes seconds there.
 fn is_suitable(benchmark: &Benchmark, device: &Device) -> bool {
-    let most_flops = match device.device.kind {
-        DeviceKind::Cpu if device.device.is_portable() => 2_000_000_000,
+    let most_flops = match device.id.kind {
+        DeviceKind::Cpu if device.id.is_portable() => 2_000_000_000,
         DeviceKind::Cpu => 100_000_000_000,
         // Making the weights of a whole SDXL takes longer than the rest.
         DeviceKind::Cuda | DeviceKind::Metal if benchmark.name.starts_with("unet_sdxl") => 0,
         DeviceKind::Cuda | DeviceKind::Metal => u64::MAX,
     };
-    let is_slow_portable = device.device.is_portable() && benchmark.name == "adamw8bit_step_32m";
+    let is_slow_portable = device.id.is_portable() && benchmark.name == "adamw8bit_step_32m";
     let measures_the_disk = benchmark.name == "safetensors_load_512mib";
     !is_slow_portable && !measures_the_disk && benchmark.flops <= most_flops
 }
 
 /// Measures until `remaining` is zero.
 pub(super) async fn measure(ui: &Ui, device: &Device, remaining: impl Fn() -> Duration) -> Vec<SpeedReport> {
-    let name = device_name(device.device);
+    let name = device_name(device.id);
     let mut reports = Vec::new();
     for benchmark in BENCHMARKS.iter().filter(|benchmark| is_suitable(benchmark, device)) {
         ui.notice(&format!("{name}: {}", benchmark.about));
@@ -55,7 +55,7 @@ pub(super) async fn measure(ui: &Ui, device: &Device, remaining: impl Fn() -> Du
 async fn measure_one(benchmark: &Benchmark, device: &Device, dtype: &str, limit: Duration) -> Result<f64, String> {
     let command = child_command(&ChildBenchmark {
         benchmark,
-        device: device.device,
+        device: device.id,
         dtype,
         duration: DURATION,
     });

@@ -136,7 +136,7 @@ pub struct CheckedRequest {
 }
 
 /// A certificate request and its private key.
-pub struct WorkerRequest {
+pub struct CertificateRequestWithKey {
     /// The request to send.
     pub request: CertificateRequest,
     /// The private key in PEM.
@@ -326,7 +326,7 @@ impl CheckedRequest {
     }
 }
 
-impl WorkerRequest {
+impl CertificateRequestWithKey {
     /// Creates a request with a new key. Without a name, the coordinator chooses it.
     ///
     /// # Errors
@@ -538,7 +538,7 @@ mod tests {
     fn a_worker_gets_a_certificate_only_for_its_own_name() {
         let (_folder, ca) = ca();
         let name = UserName::new("box-1");
-        let made = WorkerRequest::new(Some(&name)).unwrap();
+        let made = CertificateRequestWithKey::new(Some(&name)).unwrap();
         let request = CheckedRequest::check(made.request.clone()).unwrap();
         assert_eq!(request.requested_name(), Some("box-1"));
         let (pem, read) = ca.issue_worker(&request, &name, "e1", NOW, DAY).unwrap();
@@ -549,7 +549,7 @@ mod tests {
         let other = UserName::new("box-2");
         let refused = ca.issue_worker(&request, &other, "e1", NOW, DAY);
         assert!(matches!(refused, Err(CaError::NameMismatch { .. })));
-        let open = CheckedRequest::check(WorkerRequest::new(None).unwrap().request).unwrap();
+        let open = CheckedRequest::check(CertificateRequestWithKey::new(None).unwrap().request).unwrap();
         assert_eq!(open.requested_name(), None);
         let (_, read) = ca.issue_worker(&open, &other, "e2", NOW, DAY).unwrap();
         assert_eq!(read.name, other);
@@ -557,8 +557,12 @@ mod tests {
 
     #[test]
     fn a_request_must_be_signed_with_its_key() {
-        let good = WorkerRequest::new(Some(&UserName::new("box"))).unwrap().request;
-        let others = WorkerRequest::new(Some(&UserName::new("box"))).unwrap().request;
+        let good = CertificateRequestWithKey::new(Some(&UserName::new("box")))
+            .unwrap()
+            .request;
+        let others = CertificateRequestWithKey::new(Some(&UserName::new("box")))
+            .unwrap()
+            .request;
         let change = |change: fn(&mut CertificateRequest, CertificateRequest)| {
             let mut request = good.clone();
             change(&mut request, others.clone());

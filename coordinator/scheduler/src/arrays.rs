@@ -3,7 +3,7 @@
 
 use super::changes::Changes;
 use super::event::{Effect, NewArray, NewJob, Refusal, Reply};
-use super::model::{ArrayMembership, Condition, Job, QueueState, Ticket};
+use super::model::{ArrayMembership, DependencyCondition, Job, QueueState, Ticket};
 use super::state::State;
 use crate::state::array::Array;
 use aitk_common::control_plane::{JobState, MAX_ARRAY_MEMBERS, SubmissionReceipt, UnixMillis};
@@ -50,9 +50,9 @@ impl State {
                 "two members of the array have the same name; their files would be taken for each other's".into(),
             ));
         }
-        let mut afters: Vec<Vec<(JobId, Condition)>> = Vec::with_capacity(members.len());
+        let mut afters: Vec<Vec<(JobId, DependencyCondition)>> = Vec::with_capacity(members.len());
         for (index, member) in members.iter().enumerate() {
-            // Most members have the same prerequisites, and resolving a name searches all jobs.
+            // Most members have the same dependencies, and resolving a name searches all jobs.
             let before = index
                 .checked_sub(1)
                 .and_then(|before| members.get(before).zip(afters.get(before)));
@@ -60,7 +60,7 @@ impl State {
                 |other: &NewJob| other.after == member.after && other.requirements.owner == member.requirements.owner;
             afters.push(match before.filter(|(other, _)| same(other)) {
                 Some((_, found)) => found.clone(),
-                None => self.resolve_prerequisites(&member.after, &member.requirements.owner, member.sees_all)?,
+                None => self.resolve_dependencies(&member.after, &member.requirements.owner, member.sees_all)?,
             });
         }
         for after in &afters {
@@ -171,12 +171,12 @@ impl State {
         }
     }
 
-    /// Whether a prerequisite has ended as the condition demands.
-    pub(super) fn is_met(&self, id: &JobId, condition: Condition) -> bool {
+    /// Whether a dependency has ended as the condition demands.
+    pub(super) fn is_met(&self, id: &JobId, condition: DependencyCondition) -> bool {
         match condition {
-            Condition::Completed => self.has_completed(id),
-            Condition::Ended => self.has_ended(id, |_| true),
-            Condition::Failed => self.has_ended(id, |state| state == JobState::Failed),
+            DependencyCondition::Completed => self.has_completed(id),
+            DependencyCondition::Ended => self.has_ended(id, |_| true),
+            DependencyCondition::Failed => self.has_ended(id, |state| state == JobState::Failed),
         }
     }
 

@@ -28,7 +28,7 @@ impl State {
         let Some(slot) = self.slots.get(chosen.slot) else {
             return;
         };
-        let (worker_id, device) = (slot.worker.clone(), slot.device.device);
+        let (worker_id, device) = (slot.worker.clone(), slot.device.id);
         let Some(worker) = self.workers.get(&worker_id) else {
             return;
         };

@@ -310,8 +310,8 @@ fn check_devices(state: &State) -> Result<(), String> {
         let name = format!(
             "{} {} {}",
             slot.worker,
-            slot.device.device.kind.name(),
-            slot.device.device.index
+            slot.device.id.kind.name(),
+            slot.device.id.index
         );
         let jobs = running.remove(&id).unwrap_or_default();
         if jobs != slot.running {

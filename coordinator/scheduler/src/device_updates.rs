@@ -15,7 +15,7 @@ impl State {
         let offered: Vec<Device> = worker.devices.clone();
         let health = worker.health.clone();
         for device in &offered {
-            self.slots.ensure(id, device.device, Some(device));
+            self.slots.ensure(id, device.id, Some(device));
         }
         for slot_id in self.slots.of_worker(id) {
             // When a fast device is gone, a slow one may no longer count as too slow.
@@ -26,10 +26,10 @@ impl State {
             let Some(slot) = self.slots.get_mut(slot_id) else {
                 continue;
             };
-            let is_offered = offered.iter().any(|device| device.device == slot.device.device);
+            let is_offered = offered.iter().any(|device| device.id == slot.device.id);
             slot.quarantined = health
                 .iter()
-                .find(|one| one.device == slot.device.device)
+                .find(|one| one.device == slot.device.id)
                 .and_then(|one| one.quarantined_until);
             slot.connected = connected && is_offered;
             slot.accepts_jobs = takes_work && is_offered && slot.quarantined.is_none();

@@ -1,6 +1,6 @@
 //! The scheduler's input, [`Event`], and its output, [`Effect`].
 
-use super::model::{Condition, Job, Requirements, SessionId, Ticket, Worker};
+use super::model::{DependencyCondition, Job, Requirements, SessionId, Ticket, Worker};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control_plane::UnixMillis;
@@ -48,19 +48,19 @@ impl Default for Payload {
 
 /// A job or an array that another one starts after.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Prerequisite {
+pub struct Dependency {
     /// Its id, its name, or a unique beginning of its id.
     pub job: String,
     /// How that job has to end.
-    pub condition: Condition,
+    pub condition: DependencyCondition,
 }
 
-impl From<&str> for Prerequisite {
-    /// A prerequisite that has to complete.
+impl From<&str> for Dependency {
+    /// A dependency that has to complete.
     fn from(job: &str) -> Self {
         Self {
             job: job.to_owned(),
-            condition: Condition::Completed,
+            condition: DependencyCondition::Completed,
         }
     }
 }
@@ -86,7 +86,7 @@ pub struct NewJob {
     /// submitter's own.
     pub sees_all: bool,
     /// The jobs that it starts after.
-    pub after: Vec<Prerequisite>,
+    pub after: Vec<Dependency>,
     /// The earliest start time.
     pub not_before: Option<UnixMillis>,
     /// The span that submitted it.

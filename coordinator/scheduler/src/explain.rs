@@ -6,7 +6,7 @@ use super::messages::{MAX_AHEAD, NO_WORKER, fit_line, job_status, no_device, not
 use super::model::{ArrayMembership, Job, Preemption, QueueState, Requirements, SlotId, Worker};
 use super::placement::{is_gpu, seconds_until};
 use super::queue::StartCondition;
-use super::reasons::{Availability, BeforeJob, FitLine, JobLabel, JobStatus, WaitReason};
+use super::reasons::{Availability, DependencyJob, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::State;
 use super::state::classes::{DeviceFit, DeviceNeeds, FitError, FittingProfile};
 use super::state::slots::Slot;
@@ -133,7 +133,7 @@ impl State {
             (Obstacle::TooSlow, _) => Availability::TooSlow {
                 times: device_fit.seconds_per_unit / fastest.0,
                 fastest: fastest.1.clone(),
-                kind: slot.device.device.kind,
+                kind: slot.device.id.kind,
             },
             (Obstacle::LeftToFaster, _) => Availability::LeftToFaster {
                 faster: subject
@@ -145,7 +145,7 @@ impl State {
             (Obstacle::NotAccepting, _) if worker.leaving => Availability::Leaving { worker: &worker.name },
             (Obstacle::NotAccepting, _) if slot.quarantined.is_some() => Availability::Quarantined {
                 worker: &worker.name,
-                reason: Self::quarantine_reason(worker, slot.device.device),
+                reason: Self::quarantine_reason(worker, slot.device.id),
             },
             (Obstacle::Reserved, Some(id)) if slot.running.is_empty() => {
                 Availability::Reserved(self.label(id, subject.owner))
@@ -192,8 +192,8 @@ impl State {
             }
             StartCondition::After(before) => {
                 let condition = job.condition(&before);
-                let before = self.before_job(before);
-                return WaitReason::Prerequisite { before, condition };
+                let before = self.dependency_job(before);
+                return WaitReason::Dependency { before, condition };
             }
             StartCondition::NotBefore(time) => return wait_for_time(now, time, job),
             StartCondition::Met => {}
@@ -227,15 +227,15 @@ impl State {
         self.wait_for_devices(job, verdicts)
     }
 
-    fn before_job(&self, before: JobId) -> BeforeJob<'_> {
+    fn dependency_job(&self, before: JobId) -> DependencyJob<'_> {
         match (self.jobs.get(&before), self.array_summary(&before)) {
-            (Some(job), _) => BeforeJob::Job(job),
-            (None, Some((name, counts))) => BeforeJob::Array {
+            (Some(job), _) => DependencyJob::Job(job),
+            (None, Some((name, counts))) => DependencyJob::Array {
                 id: before,
                 name,
                 counts,
             },
-            (None, None) => BeforeJob::Unknown(before),
+            (None, None) => DependencyJob::Unknown(before),
         }
     }
 
@@ -379,8 +379,8 @@ impl State {
         let family = needs.family.as_deref();
         let own = job.and_then(measured_pace);
         let describe = |verdict: &DeviceVerdict<'_>| {
-            let here = own
-                .filter(|(worker, device, _)| *worker == &verdict.worker.id && *device == verdict.device.device.device);
+            let here =
+                own.filter(|(worker, device, _)| *worker == &verdict.worker.id && *device == verdict.device.device.id);
             self.device_forecast(verdict, family, units, here.map(|(_, _, seconds)| seconds))
         };
         verdicts.iter().map(describe).collect()
@@ -400,7 +400,7 @@ impl State {
         let mut forecast = DeviceForecast {
             worker: verdict.worker.id.clone(),
             worker_name: verdict.worker.name.clone(),
-            device: device.device,
+            device: device.id,
             device_name: device.name.clone(),
             budget: device.memory_budget,
             fits: false,
@@ -473,7 +473,7 @@ fn measured_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
 
 /// `box cuda:0`; the CPU has no number.
 fn device_label(worker: &Worker, slot: &Slot) -> String {
-    format!("{} {}", worker.name, device_name(slot.device.device))
+    format!("{} {}", worker.name, device_name(slot.device.id))
 }
 
 /// `cuda:0`, `cpu`.

@@ -1,8 +1,8 @@
 //! Submits, stops, resumes and pauses jobs, and finds them by id or name.
 
 use super::changes::Changes;
-use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
-use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Ticket, UserLimits};
+use super::event::{Dependency, Effect, NewJob, Record, Refusal, Reply};
+use super::model::{ArrayMembership, DependencyCondition, Job, Preemption, QueueState, Ticket, UserLimits};
 use super::saved_work::saved_work_message;
 use super::state::State;
 use aitk_common::control_plane::{AttemptRef, EventBody, JobState, SubmissionReceipt, ToWorker, UnixMillis};
@@ -32,7 +32,7 @@ impl State {
         if new.user_limits_apply {
             self.check_user_limits(&new.requirements.owner, 1, new.config_bytes)?;
         }
-        let after = self.resolve_prerequisites(&new.after, &new.requirements.owner, new.sees_all)?;
+        let after = self.resolve_dependencies(&new.after, &new.requirements.owner, new.sees_all)?;
         self.check_can_be_met(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
         self.insert_job(changes, new, after, None);
@@ -75,14 +75,14 @@ impl State {
         &mut self,
         changes: &mut Changes,
         new: NewJob,
-        after: Vec<(JobId, Condition)>,
+        after: Vec<(JobId, DependencyCondition)>,
         array: Option<Box<ArrayMembership>>,
     ) {
-        // A prerequisite that was met stays met, see `record_met_prerequisite`.
-        let is_met = |(before, condition): &(JobId, Condition)| {
-            *condition != Condition::Completed && self.is_met(before, *condition)
+        // A dependency that was met stays met, see `record_met_dependency`.
+        let is_met = |(before, condition): &(JobId, DependencyCondition)| {
+            *condition != DependencyCondition::Completed && self.is_met(before, *condition)
         };
-        let after: Vec<(JobId, Condition)> = after.into_iter().filter(|one| !is_met(one)).collect();
+        let after: Vec<(JobId, DependencyCondition)> = after.into_iter().filter(|one| !is_met(one)).collect();
         let job = Job {
             id: new.id.clone(),
             name: new.name,
@@ -105,7 +105,7 @@ impl State {
             stop_now: false,
             conditions: after
                 .iter()
-                .filter(|(_, condition)| *condition != Condition::Completed)
+                .filter(|(_, condition)| *condition != DependencyCondition::Completed)
                 .cloned()
                 .collect(),
             after: after.into_iter().map(|(before, _)| before).collect(),
@@ -216,7 +216,7 @@ impl State {
     fn resume_one(&mut self, changes: &mut Changes, id: &JobId) -> Result<(), Refusal> {
         let can_never_start = self.can_never_start(id);
         if !can_never_start {
-            self.record_met_prerequisites(changes, id);
+            self.record_met_dependencies(changes, id);
         }
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
@@ -361,24 +361,24 @@ impl State {
         }
     }
 
-    /// Checks the prerequisites of a job without submitting it.
+    /// Checks the dependencies of a job without submitting it.
     ///
     /// # Errors
-    /// Why a submission with these prerequisites would be refused.
-    pub fn check_prerequisites(&self, all: &[Prerequisite], owner: &UserName, sees_all: bool) -> Result<(), Refusal> {
-        let found = self.resolve_prerequisites(all, owner, sees_all)?;
+    /// Why a submission with these dependencies would be refused.
+    pub fn check_dependencies(&self, all: &[Dependency], owner: &UserName, sees_all: bool) -> Result<(), Refusal> {
+        let found = self.resolve_dependencies(all, owner, sees_all)?;
         self.check_can_be_met(&found)
     }
 
-    /// The jobs and arrays that prerequisites name: by id, by name (the newest of this user), or by a unique prefix of an id.
-    pub(super) fn resolve_prerequisites(
+    /// The jobs and arrays that dependencies name: by id, by name (the newest of this user), or by a unique prefix of an id.
+    pub(super) fn resolve_dependencies(
         &self,
-        prerequisites: &[Prerequisite],
+        dependencies: &[Dependency],
         owner: &UserName,
         sees_all: bool,
-    ) -> Result<Vec<(JobId, Condition)>, Refusal> {
-        let mut found: Vec<(JobId, Condition)> = Vec::with_capacity(prerequisites.len());
-        for Prerequisite { job: text, condition } in prerequisites {
+    ) -> Result<Vec<(JobId, DependencyCondition)>, Refusal> {
+        let mut found: Vec<(JobId, DependencyCondition)> = Vec::with_capacity(dependencies.len());
+        for Dependency { job: text, condition } in dependencies {
             let is_visible = |job: &Job| sees_all || job.requirements.owner == *owner;
             let named = || self.newest_named(text, owner).map(Ok);
             let id = self.find_by_exact_id(text, is_visible).map(Ok).or_else(named);
@@ -405,10 +405,11 @@ impl State {
         Ok(found)
     }
 
-    /// Refuses the prerequisites of a job that could never start.
-    pub(super) fn check_can_be_met(&self, after: &[(JobId, Condition)]) -> Result<(), Refusal> {
-        let impossible =
-            |(before, condition): &&(JobId, Condition)| *condition == Condition::Failed && self.has_completed(before);
+    /// Refuses the dependencies of a job that could never start.
+    pub(super) fn check_can_be_met(&self, after: &[(JobId, DependencyCondition)]) -> Result<(), Refusal> {
+        let impossible = |(before, condition): &&(JobId, DependencyCondition)| {
+            *condition == DependencyCondition::Failed && self.has_completed(before)
+        };
         match after.iter().find(impossible) {
             Some((before, _)) => Err(Refusal::Conflict(format!(
                 "cluster.after_failed: {before} has completed, so it will not fail, and this job would never start"

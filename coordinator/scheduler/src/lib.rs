@@ -42,12 +42,12 @@ mod sim;
 mod tests;
 
 pub use check::check;
-pub use event::{Effect, Event, NewArray, NewJob, Payload, PlacedAttempt, Prerequisite, Record, Refusal, Reply};
+pub use event::{Dependency, Effect, Event, NewArray, NewJob, Payload, PlacedAttempt, Record, Refusal, Reply};
 pub use listing::{ListPosition, ListQuery, Page};
 pub use messages::gib;
 pub use model::{
-    ArrayMembership, CommittedCheckpoint, Condition, Health, Job, LiveAttempt, Pace, Preemption, Quotas, SessionId,
-    Settings, Speed, Ticket, UserLimits,
+    ArrayMembership, CommittedCheckpoint, DependencyCondition, Health, Job, LiveAttempt, Pace, Preemption, Quotas,
+    SessionId, Settings, Speed, Ticket, UserLimits,
 };
 pub use model::{Requirements, Worker};
 pub use retention::MAX_EXPIRED_PER_CALL;

@@ -1,7 +1,7 @@
 //! Reasons, sizes and times as text for people. Nothing reads these texts back.
 
-use super::model::Condition;
-use super::reasons::{Availability, BeforeJob, FenceReason, FitLine, JobLabel, JobStatus, WaitReason};
+use super::model::DependencyCondition;
+use super::reasons::{Availability, DependencyJob, FenceReason, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::classes::FitError;
 use aitk_common::control_plane::JobState;
 use aitk_common::job::extension::EXTENSION_PREFIX;
@@ -27,7 +27,7 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
         WaitReason::Paused { job, stopped } => {
             format!("{}; `aitk resume {job}` lets it go on", stopped.unwrap_or("paused"))
         }
-        WaitReason::Prerequisite { before, condition } => prerequisite(before, *condition),
+        WaitReason::Dependency { before, condition } => dependency(before, *condition),
         WaitReason::StartTime { left } => {
             format!("starts in {} at the earliest, as its config asks", duration_text(*left))
         }
@@ -82,29 +82,30 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
     }
 }
 
-fn prerequisite(before: &BeforeJob<'_>, condition: Condition) -> String {
+fn dependency(before: &DependencyJob<'_>, condition: DependencyCondition) -> String {
     let ends = match condition {
-        Condition::Completed => "",
-        Condition::Ended => " to end",
-        Condition::Failed => " to fail",
+        DependencyCondition::Completed => "",
+        DependencyCondition::Ended => " to end",
+        DependencyCondition::Failed => " to fail",
     };
     match before {
-        BeforeJob::Job(before)
-            if condition == Condition::Completed && matches!(before.state, JobState::Failed | JobState::Stopped) =>
+        DependencyJob::Job(before)
+            if condition == DependencyCondition::Completed
+                && matches!(before.state, JobState::Failed | JobState::Stopped) =>
         {
             format!(
                 "waits for {} ({}), which has {}; `aitk resume {}` lets that go on, `aitk stop` ends this one",
                 before.id, before.name, before.state, before.id
             )
         }
-        BeforeJob::Job(before) => {
+        DependencyJob::Job(before) => {
             format!(
                 "waits for {} ({}){ends}, which is {}",
                 before.id, before.name, before.state
             )
         }
-        BeforeJob::Array { id, name, counts } => format!("waits for the array {id} ({name}){ends}: {counts}"),
-        BeforeJob::Unknown(id) => format!("waits for {id}, which is not known any more; `aitk stop` ends this one"),
+        DependencyJob::Array { id, name, counts } => format!("waits for the array {id} ({name}){ends}: {counts}"),
+        DependencyJob::Unknown(id) => format!("waits for {id}, which is not known any more; `aitk stop` ends this one"),
     }
 }
 

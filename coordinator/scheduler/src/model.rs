@@ -179,10 +179,10 @@ pub struct NetworkOutage {
     pub tries: u32,
 }
 
-/// How a prerequisite job has to end for another job to start after it.
+/// How a dependency has to end for another job to start after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Condition {
+pub enum DependencyCondition {
     /// It completed.
     #[default]
     Completed,
@@ -192,7 +192,7 @@ pub enum Condition {
     Failed,
 }
 
-impl Condition {
+impl DependencyCondition {
     /// The config key that asks for this condition.
     #[must_use]
     pub fn key(self) -> &'static str {
@@ -252,7 +252,7 @@ pub struct Job {
     pub after: Vec<JobId>,
     /// How those jobs of `after` have to end that need not complete.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub conditions: BTreeMap<JobId, Condition>,
+    pub conditions: BTreeMap<JobId, DependencyCondition>,
     /// Its user paused it.
     #[serde(default)]
     pub paused: bool,
@@ -354,9 +354,9 @@ impl Job {
         !matches!(self.phase.as_deref(), Some("sampling" | "caching latents"))
     }
 
-    /// How a prerequisite of this job has to end.
+    /// How a dependency of this job has to end.
     #[must_use]
-    pub fn condition(&self, before: &JobId) -> Condition {
+    pub fn condition(&self, before: &JobId) -> DependencyCondition {
         self.conditions.get(before).copied().unwrap_or_default()
     }
 

@@ -132,7 +132,7 @@ impl State {
     pub(super) fn slot_name(&self, slot: SlotId) -> Option<String> {
         let slot = self.slots.get(slot)?;
         let worker = self.workers.get(&slot.worker)?;
-        let device = slot.device.device;
+        let device = slot.device.id;
         Some(format!("{} {}:{}", worker.name, device.kind.name(), device.index))
     }
 
@@ -252,7 +252,7 @@ impl State {
         self.takeover_slots += 1;
         let why = Preemption::FasterDevice {
             worker: slot.worker.clone(),
-            device: slot.device.device,
+            device: slot.device.id,
         };
         let reason = format!("continues on {name}, which is faster and idle");
         self.preempt(changes, &takeover.job, why, reason);

@@ -1,7 +1,7 @@
 //! The queue: what waiting jobs wait for, and in which order they start.
 
 use super::changes::Changes;
-use super::model::{ClassId, Condition, Job, PriorityLevel};
+use super::model::{ClassId, DependencyCondition, Job, PriorityLevel};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
 use crate::model::QueueState;
@@ -159,16 +159,16 @@ impl State {
                 continue;
             }
             self.dequeue(&job);
-            self.record_met_prerequisite(changes, &job, id);
+            self.record_met_dependency(changes, &job, id);
             self.enqueue(changes.now, &job);
         }
     }
 
-    /// Removes a prerequisite that is met from a waiting job. A prerequisite that was met stays met, even if the other job is
+    /// Removes a dependency that is met from a waiting job. A dependency that was met stays met, even if the other job is
     /// resumed. Completion needs no such record, because a completed job is never resumed.
-    fn record_met_prerequisite(&mut self, changes: &mut Changes, id: &JobId, before: &JobId) {
+    fn record_met_dependency(&mut self, changes: &mut Changes, id: &JobId, before: &JobId) {
         let condition = self.jobs.get(id).map(|job| job.condition(before)).unwrap_or_default();
-        if condition == Condition::Completed || !self.is_met(before, condition) {
+        if condition == DependencyCondition::Completed || !self.is_met(before, condition) {
             return;
         }
         if let Some(job) = self.jobs.get_mut(id) {
@@ -178,12 +178,12 @@ impl State {
         }
     }
 
-    /// Removes all prerequisites of a job that are met. Called when the job returns to the queue, because prerequisites may
+    /// Removes all dependencies of a job that are met. Called when the job returns to the queue, because dependencies may
     /// have been met while it was not in it.
-    pub(super) fn record_met_prerequisites(&mut self, changes: &mut Changes, id: &JobId) {
+    pub(super) fn record_met_dependencies(&mut self, changes: &mut Changes, id: &JobId) {
         let after = self.jobs.get(id).map(|job| job.after.clone()).unwrap_or_default();
         for before in after {
-            self.record_met_prerequisite(changes, id, &before);
+            self.record_met_dependency(changes, id, &before);
         }
     }
 
@@ -191,7 +191,7 @@ impl State {
     pub(super) fn can_never_start(&self, id: &JobId) -> bool {
         let Some(job) = self.jobs.get(id) else { return false };
         let mut conditions = job.conditions.iter();
-        conditions.any(|(before, condition)| *condition == Condition::Failed && self.has_completed(before))
+        conditions.any(|(before, condition)| *condition == DependencyCondition::Failed && self.has_completed(before))
     }
 
     /// Releases the jobs whose start time has come.

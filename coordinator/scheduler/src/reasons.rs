@@ -1,6 +1,6 @@
 //! Why a job waits, what keeps it off a device, and why an attempt is fenced: as data, which `messages` renders as text.
 
-use super::model::{Condition, Job};
+use super::model::{DependencyCondition, Job};
 use super::state::checkpoint_offer::CheckpointOffer;
 use super::state::classes::FitError;
 use aitk_common::capability::DeviceKind;
@@ -17,9 +17,9 @@ pub(super) enum WaitReason<'a> {
     /// Its user paused it. `stopped` is the reason that was noted when its attempt stopped for that.
     Paused { job: &'a JobId, stopped: Option<&'a str> },
     /// Another job or array has to end first.
-    Prerequisite {
-        before: BeforeJob<'a>,
-        condition: Condition,
+    Dependency {
+        before: DependencyJob<'a>,
+        condition: DependencyCondition,
     },
     /// The config names a start time.
     StartTime { left: Duration },
@@ -56,7 +56,7 @@ pub(super) enum WaitReason<'a> {
 
 /// A job or an array that another one waits for.
 #[derive(Debug)]
-pub(super) enum BeforeJob<'a> {
+pub(super) enum DependencyJob<'a> {
     Job(&'a Job),
     /// `counts` says how many members are in which state.
     Array {

@@ -99,7 +99,7 @@ impl State {
         }
         let mut staying: Vec<&Job> = self.jobs.values().collect();
         staying.retain(|job| !removable.contains(&job.id));
-        // A job that stays because of another one also keeps its own prerequisites.
+        // A job that stays because of another one also keeps its own dependencies.
         while let Some(job) = staying.pop() {
             if job.state == JobState::Completed {
                 continue;

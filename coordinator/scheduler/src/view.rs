@@ -64,9 +64,9 @@ impl State {
         let devices = worker.devices.iter().map(|device| {
             let slot = self
                 .slots
-                .find(&worker.id, device.device)
+                .find(&worker.id, device.id)
                 .and_then(|slot| self.slots.get(slot));
-            let health = worker.health.iter().find(|one| one.device == device.device);
+            let health = worker.health.iter().find(|one| one.device == device.id);
             WorkerDeviceView {
                 device: device.clone(),
                 jobs: slot
@@ -80,7 +80,7 @@ impl State {
                 quarantined: health.is_some_and(|health| health.quarantined_until.is_some()),
                 quarantine_reason: health
                     .filter(|health| health.quarantined_until.is_some())
-                    .map(|_| Self::quarantine_reason(worker, device.device).to_owned())
+                    .map(|_| Self::quarantine_reason(worker, device.id).to_owned())
                     .unwrap_or_default(),
             }
         });

@@ -66,7 +66,7 @@ impl State {
         let mut devices: Vec<Device> = Vec::with_capacity(registration.devices.len());
         for device in registration.devices {
             // If a device is listed twice, the first entry counts.
-            if devices.iter().all(|known| known.device != device.device) {
+            if devices.iter().all(|known| known.id != device.id) {
                 devices.push(device);
             }
         }

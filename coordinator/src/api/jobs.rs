@@ -351,7 +351,7 @@ impl Jobs for JobsApi {
         let (parsed, _) = self.parse_submission(submission, bytes, parse_for_fit).await?;
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {
-            state.check_prerequisites(&parsed.after, &parsed.requirements.owner, sees_all)?;
+            state.check_dependencies(&parsed.after, &parsed.requirements.owner, sees_all)?;
             Ok(state.forecast_new_job(&parsed.requirements))
         };
         let forecast: Result<Forecast, Refusal> = self.0.scheduler.query(forecast).await?;

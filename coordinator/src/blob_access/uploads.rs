@@ -103,12 +103,12 @@ fn lock(activities: &Activities) -> MutexGuard<'_, HashMap<String, Activity>> {
 #[derive(Debug)]
 pub(crate) struct ActiveCall {
     activities: Activities,
-    who: String,
+    sender: String,
 }
 
 impl Drop for ActiveCall {
     fn drop(&mut self) {
-        if let Some(activity) = lock(&self.activities).get_mut(&self.who) {
+        if let Some(activity) = lock(&self.activities).get_mut(&self.sender) {
             activity.calls = activity.calls.saturating_sub(1);
             activity.last = Some(Instant::now());
         }
@@ -119,13 +119,13 @@ impl Drop for ActiveCall {
 #[derive(Debug)]
 pub(crate) struct PendingUpload {
     activities: Activities,
-    who: String,
+    sender: String,
     bytes: u64,
 }
 
 impl Drop for PendingUpload {
     fn drop(&mut self) {
-        if let Some(activity) = lock(&self.activities).get_mut(&self.who) {
+        if let Some(activity) = lock(&self.activities).get_mut(&self.sender) {
             activity.pending = activity.pending.saturating_sub(self.bytes);
         }
     }
@@ -154,75 +154,78 @@ impl Uploads {
     }
 
     /// Returns the uploads of a sender.
-    pub(super) async fn sent_by(&self, who: &str) -> Result<SentBlobs, StoreError> {
+    pub(super) async fn sent_by(&self, sender: &str) -> Result<SentBlobs, StoreError> {
         let mut cache = self.cache.lock().await;
-        if let Some(sent) = cache.get(who) {
+        if let Some(sent) = cache.get(sender) {
             return Ok(sent.clone());
         }
-        let sent = SentBlobs::of(self.store.uploads_of(who).await?);
+        let sent = SentBlobs::of(self.store.uploads_of(sender).await?);
         let others: usize = cache.values().map(SentBlobs::len).sum();
         if others + sent.len() > MAX_CACHED {
             cache.clear();
         }
-        cache.insert(who.to_owned(), sent.clone());
+        cache.insert(sender.to_owned(), sent.clone());
         Ok(sent)
     }
 
-    /// Reserves bytes for an upload of a sender with the limit `most`.
+    /// Reserves bytes for an upload of a sender with this limit.
     ///
     /// # Errors
     /// The bytes in use, when the limit would be exceeded.
-    pub(super) fn reserve(&self, who: &str, sent: &SentBlobs, bytes: u64, most: u64) -> Result<PendingUpload, u64> {
+    pub(super) fn reserve(&self, sender: &str, sent: &SentBlobs, bytes: u64, limit: u64) -> Result<PendingUpload, u64> {
         let mut activities = lock(&self.activities);
-        let activity = activities.entry(who.to_owned()).or_default();
+        let activity = activities.entry(sender.to_owned()).or_default();
         let in_use = sent.bytes().saturating_add(activity.pending);
         let bytes = counted_bytes(bytes);
-        if in_use.saturating_add(bytes) > most {
+        if in_use.saturating_add(bytes) > limit {
             return Err(in_use);
         }
         activity.pending += bytes;
         Ok(PendingUpload {
             activities: self.activities.clone(),
-            who: who.to_owned(),
+            sender: sender.to_owned(),
             bytes,
         })
     }
 
     /// Records that the sender checks or uploads blobs.
-    pub(super) fn begin_call(&self, who: &str) -> ActiveCall {
-        lock(&self.activities).entry(who.to_owned()).or_default().calls += 1;
+    pub(super) fn begin_call(&self, sender: &str) -> ActiveCall {
+        lock(&self.activities).entry(sender.to_owned()).or_default().calls += 1;
         ActiveCall {
             activities: self.activities.clone(),
-            who: who.to_owned(),
+            sender: sender.to_owned(),
         }
     }
 
-    /// Returns how long an unreferenced blob is kept after it was stored: `long` while one of its senders is active or
-    /// when the sender is unknown; otherwise `short`.
+    /// Returns how long an unreferenced blob is kept after it was stored: `active` while one of its senders is active or
+    /// when the sender is unknown; otherwise `idle`.
     pub(crate) async fn retention_of(
         &self,
         hash: ContentHash,
-        short: Duration,
-        long: Duration,
+        idle: Duration,
+        active: Duration,
     ) -> Result<Duration, StoreError> {
         let senders = self.store.senders_of(hash).await?;
         let is_active =
-            |activity: &Activity| activity.calls > 0 || activity.last.is_some_and(|last| last.elapsed() < short);
+            |activity: &Activity| activity.calls > 0 || activity.last.is_some_and(|last| last.elapsed() < idle);
         let activities = lock(&self.activities);
-        let stays = senders.is_empty() || senders.iter().any(|who| activities.get(who).is_some_and(is_active));
-        Ok(if stays { long } else { short })
+        let stays = senders.is_empty()
+            || senders
+                .iter()
+                .any(|sender| activities.get(sender).is_some_and(is_active));
+        Ok(if stays { active } else { idle })
     }
 
     /// Records an upload. Durable when this returns.
-    pub(super) async fn record(&self, who: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
+    pub(super) async fn record(&self, sender: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
         let upload = Upload {
-            who: who.to_owned(),
+            who: sender.to_owned(),
             hash,
             bytes,
         };
         self.unstored().push(upload.clone());
         let cache = self.cache.lock().await;
-        if cache.get(who).is_some_and(|sent| sent.contains(&hash)) {
+        if cache.get(sender).is_some_and(|sent| sent.contains(&hash)) {
             self.unstored().retain(|other| *other != upload);
             return Ok(());
         }
@@ -230,8 +233,13 @@ impl Uploads {
         // The task that took our entry may have failed or been dropped, so it is written again.
         batch.push(upload);
         self.store.note_uploads(&batch).await?;
-        for Upload { who, hash, bytes } in batch {
-            if let Some(sent) = cache.get(&who) {
+        for Upload {
+            who: sender,
+            hash,
+            bytes,
+        } in batch
+        {
+            if let Some(sent) = cache.get(&sender) {
                 sent.add(hash, bytes);
             }
         }
@@ -253,7 +261,7 @@ impl Uploads {
     }
 
     /// Records the sizes of uploads to older versions, from a listing of the storage.
-    pub(crate) async fn measure(&self, listed: &[BlobInfo]) -> Result<(), StoreError> {
+    pub(crate) async fn record_sizes_of_old_uploads(&self, listed: &[BlobInfo]) -> Result<(), StoreError> {
         let unmeasured: HashSet<_> = self.store.unmeasured_uploads().await?.into_iter().collect();
         if unmeasured.is_empty() {
             return Ok(());
@@ -335,19 +343,19 @@ mod tests {
 
     #[tokio::test]
     async fn uploads_of_an_active_sender_are_kept_longer() {
-        let (short, long) = (Duration::from_secs(3600), Duration::from_secs(9 * 3600));
+        let (idle, active) = (Duration::from_secs(3600), Duration::from_secs(9 * 3600));
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Uploads::new(store.clone());
-        let retention_of = async |n: u32| uploads.retention_of(blob(n), short, long).await.unwrap();
-        assert_eq!(retention_of(0).await, long, "nobody knows whose it is");
+        let retention_of = async |n: u32| uploads.retention_of(blob(n), idle, active).await.unwrap();
+        assert_eq!(retention_of(0).await, active, "nobody knows whose it is");
         uploads.record("a", blob(0), 1).await.unwrap();
-        assert_eq!(retention_of(0).await, short);
+        assert_eq!(retention_of(0).await, idle);
         let calling = uploads.begin_call("a");
-        assert_eq!(retention_of(0).await, long);
+        assert_eq!(retention_of(0).await, active);
         drop(calling);
-        assert_eq!(retention_of(0).await, long, "an hour has not passed");
-        let zero = uploads.retention_of(blob(0), Duration::ZERO, long).await.unwrap();
+        assert_eq!(retention_of(0).await, active, "an hour has not passed");
+        let zero = uploads.retention_of(blob(0), Duration::ZERO, active).await.unwrap();
         assert_eq!(zero, Duration::ZERO);
         store.close().await;
     }

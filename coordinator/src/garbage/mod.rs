@@ -163,7 +163,7 @@ impl Collector {
         let needed = self.needed_blobs().await?;
         done.needed = needed.len() as u64;
         if !dry_run {
-            self.uploads.measure(&listed).await?;
+            self.uploads.record_sizes_of_old_uploads(&listed).await?;
         }
         let garbage = gc::unneeded(
             listed,

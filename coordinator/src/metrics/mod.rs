@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// `state="running"`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct InState {
+struct StateLabel {
     state: String,
 }
 
@@ -30,8 +30,8 @@ struct DeviceLabels {
     state: String,
 }
 
-fn in_state(state: &str) -> InState {
-    InState {
+fn state_label(state: &str) -> StateLabel {
+    StateLabel {
         state: state.to_owned(),
     }
 }
@@ -41,16 +41,16 @@ fn in_state(state: &str) -> InState {
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
     submitted: Counter,
-    job_ends: Family<InState, Counter>,
-    attempts: Family<InState, Counter>,
+    job_ends: Family<StateLabel, Counter>,
+    attempts: Family<StateLabel, Counter>,
     checkpoints: Counter,
     wait: Histogram,
     commit: Histogram,
     records: Counter,
-    jobs: Family<InState, Gauge>,
-    workers: Family<InState, Gauge>,
+    jobs: Family<StateLabel, Gauge>,
+    workers: Family<StateLabel, Gauge>,
     devices: Family<DeviceLabels, Gauge>,
-    spans: Family<InState, Gauge>,
+    spans: Family<StateLabel, Gauge>,
     traces: Traces,
 }
 
@@ -140,10 +140,10 @@ impl Metrics {
     fn count_event(&self, body: &EventBody) {
         match body {
             EventBody::State { state, .. } if state.is_ended() => {
-                self.job_ends.get_or_create(&in_state(state.name())).inc();
+                self.job_ends.get_or_create(&state_label(state.name())).inc();
             }
             EventBody::Attempt { state, .. } => {
-                self.attempts.get_or_create(&in_state(state.name())).inc();
+                self.attempts.get_or_create(&state_label(state.name())).inc();
             }
             EventBody::Checkpoint { .. } => {
                 self.checkpoints.inc();
@@ -162,10 +162,10 @@ impl Metrics {
         // Remove labels of devices that are gone.
         self.devices.clear();
         for (state, count) in now.jobs {
-            self.jobs.get_or_create(&in_state(state)).set(count);
+            self.jobs.get_or_create(&state_label(state)).set(count);
         }
         for (state, count) in now.workers {
-            self.workers.get_or_create(&in_state(state)).set(count);
+            self.workers.get_or_create(&state_label(state)).set(count);
         }
         for (labels, count) in now.devices {
             self.devices.get_or_create(&labels).set(count);
@@ -178,7 +178,7 @@ impl Metrics {
                 ("lost", counts.lost),
             ] {
                 let count = i64::try_from(count).unwrap_or(i64::MAX);
-                self.spans.get_or_create(&in_state(state)).set(count);
+                self.spans.get_or_create(&state_label(state)).set(count);
             }
         }
         let mut text = String::new();
@@ -203,7 +203,7 @@ fn gauge_values(state: &State) -> GaugeValues {
     for worker in workers.iter().filter(|worker| worker.connected) {
         for slot in &worker.devices {
             let labels = DeviceLabels {
-                kind: slot.device.device.kind.name().to_owned(),
+                kind: slot.device.id.kind.name().to_owned(),
                 state: match slot {
                     _ if slot.quarantined => "quarantined",
                     _ if !slot.jobs.is_empty() => "busy",

@@ -53,7 +53,7 @@ pub struct AdapterConfig {
     /// Only layers in the repeated blocks of a transformer ([`Part::block_lists`]) are targets.
     pub blocks_only: bool,
     /// Layers with dotted names have the alpha too, because a file beside the saved one has it (peft's `adapter_config.json`).
-    pub has_alpha_file: bool,
+    pub alpha_in_config: bool,
 }
 
 impl Default for AdapterConfig {
@@ -74,7 +74,7 @@ impl Default for AdapterConfig {
             whole_in_out: false,
             parameter_threshold: 0,
             blocks_only: true,
-            has_alpha_file: false,
+            alpha_in_config: false,
         }
     }
 }
@@ -159,7 +159,7 @@ impl AdapterConfig {
         let alpha = match part.names {
             // These names have an alpha beside them.
             AdapterNames::Kohya => alpha,
-            AdapterNames::Peft if self.has_alpha_file => alpha,
+            AdapterNames::Peft if self.alpha_in_config => alpha,
             // Their files have no alpha, so the scale is 1.
             AdapterNames::Peft => rank as f64,
         };

@@ -14,8 +14,10 @@ use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::Result;
 use crate::families::{sd1, sdxl};
+use aitk_common::job::QType;
 use operations::Iteration;
 use std::time::{Duration, Instant};
+use text_models::Stored;
 
 /// The smallest number of timed runs.
 pub const MIN_RUNS: usize = 3;
@@ -41,6 +43,8 @@ pub struct Measurement {
     /// How many runs were timed.
     pub runs: usize,
 }
+
+const LINEAR_ONE_ROW: &str = "four layers of 3072 to 12288, one row, the weights stored as named";
 
 /// All benchmarks. To add one, add an entry.
 pub const BENCHMARKS: &[Benchmark] = &[
@@ -176,6 +180,33 @@ pub const BENCHMARKS: &[Benchmark] = &[
         322_927_853_568,
         |c| text_models::qwen3(c, true),
     ),
+    benchmark(
+        "starcoder2_layer_forward",
+        "one layer of StarCoder2 3B, 1024 tokens",
+        209_379_655_680,
+        |c| text_models::starcoder2(c, false),
+    ),
+    benchmark(
+        "starcoder2_layer_step",
+        "one layer of StarCoder2 3B, with all gradients",
+        628_138_967_040,
+        |c| text_models::starcoder2(c, true),
+    ),
+    benchmark("linear_one_row_f32", LINEAR_ONE_ROW, 0, |c| {
+        text_models::one_row(c, Stored::Plain)
+    }),
+    benchmark("linear_one_row_bf16", LINEAR_ONE_ROW, 0, |c| {
+        text_models::one_row(c, Stored::Bf16)
+    }),
+    benchmark("linear_one_row_int8", LINEAR_ONE_ROW, 0, |c| {
+        text_models::one_row(c, Stored::Quantized(QType::Int8))
+    }),
+    benchmark("linear_one_row_q8_0", LINEAR_ONE_ROW, 0, |c| {
+        text_models::one_row(c, Stored::Quantized(QType::Q8_0))
+    }),
+    benchmark("linear_one_row_q4_k", LINEAR_ONE_ROW, 0, |c| {
+        text_models::one_row(c, Stored::Quantized(QType::Q4K))
+    }),
     benchmark(
         "conv_320_64_step",
         "3 x 3 convolution, 320 channels, 64 x 64, with all gradients",

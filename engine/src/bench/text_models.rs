@@ -1,12 +1,19 @@
-//! Benchmarks of text encoders with one layer at full size, and a small vocabulary.
+//! Benchmarks of text encoders and decoders with one layer at full size, and a small vocabulary.
 
-use super::operations::{Iteration, forward_and_backward};
+use super::operations::{Iteration, forward_and_backward, normal_f32};
 use crate::device::Compute;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
+use crate::models::decoder::{
+    Decoder, DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind, TokenMask,
+};
 use crate::models::qwen3::{Qwen3Config, Qwen3Model};
 use crate::models::t5::{T5Config, T5EncoderModel};
-use crate::weights::Weights;
+use crate::nn::{Activation, Linear};
+use crate::quant::Quantized;
+use crate::weights::{Weight, Weights};
+use aitk_common::job::QType;
 use candle_core::Tensor;
+use candle_core::quantized::{GgmlDType, QTensor};
 
 /// Tokens of the prompt.
 const TOKENS: u32 = 512;
@@ -66,4 +73,82 @@ pub(super) fn qwen3(compute: &Compute, with_gradients: bool) -> Result<Iteration
         ids(compute)?,
     );
     iteration(with_gradients, move || model.forward(&ids, None))
+}
+
+/// A layer of StarCoder2 3B, 1024 tokens.
+pub(super) fn starcoder2(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
+    const HEAD: usize = 128;
+    let angle = |pair: usize| 1e6_f32.powf(-((2 * pair) as f32) / HEAD as f32);
+    let config = DecoderConfig {
+        family: DecoderFamily::StarCoder2,
+        vocab_size: VOCABULARY,
+        width: 3072,
+        inner_width: 12288,
+        layers: 1,
+        heads: 24,
+        kv_heads: 2,
+        head_width: HEAD,
+        max_positions: 16384,
+        norm: NormKind::Layer,
+        norm_eps: 1e-5,
+        feed_forward: FeedForwardKind::Plain,
+        activation: Activation::GeluTanh,
+        positions: PositionKind::Rotary((0..HEAD / 2).map(angle).collect()),
+        qkv_bias: true,
+        attention_output_bias: true,
+        feed_forward_bias: true,
+        scales_scores: true,
+        windows: vec![Some(4096)],
+        ties_embeddings: true,
+        end_tokens: Vec::new(),
+    };
+    let model = Decoder::new(&weights(compute, with_gradients), config)?;
+    let ids: Vec<u32> = (0..1024).map(|token| token % VOCABULARY as u32).collect();
+    let ids = Tensor::from_vec(ids, (1, 1024), &compute.device)?;
+    iteration(with_gradients, move || model.hidden(&ids, &TokenMask::Causal))
+}
+
+/// The form of the weights of [`one_row`].
+#[derive(Clone, Copy)]
+pub(super) enum Stored {
+    Plain,
+    Bf16,
+    Quantized(QType),
+}
+
+/// A layer of StarCoder2's feed-forward network for one token, as each token of a text needs it. There are four of them in turns, so that no
+/// weights stay in a cache.
+pub(super) fn one_row(compute: &Compute, stored: Stored) -> Result<Iteration> {
+    const LAYERS: usize = 4;
+    let (inputs, outputs) = (3072, 12288);
+    let mut layers = Vec::new();
+    for _ in 0..LAYERS {
+        let weight = (normal_f32(compute, &[outputs, inputs])? * 0.02)?;
+        layers.push(match stored {
+            Stored::Plain => Linear::from_parts(weight.to_dtype(compute.dtype)?, None),
+            Stored::Bf16 => {
+                let bytes = QTensor::quantize(&weight, GgmlDType::BF16)?;
+                let (bytes, shape) = (bytes.data()?, [outputs, inputs]);
+                let weight =
+                    Quantized::from_blocks("bf16", GgmlDType::BF16, &bytes, &shape, compute.dtype, &compute.device)?;
+                Linear::from_parts(Weight::Quantized(weight), None)
+            }
+            Stored::Quantized(qtype) => match Quantized::quantize(&weight.to_dtype(compute.dtype)?, qtype)? {
+                Some(weight) => Linear::from_parts(Weight::Quantized(weight), None),
+                None => {
+                    return Err(EngineError::Internal(format!(
+                        "{qtype:?} does not store {inputs} inputs"
+                    )));
+                }
+            },
+        });
+    }
+    let x = normal_f32(compute, &[1, 1, inputs])?.to_dtype(compute.dtype)?;
+    iteration(false, move || {
+        let mut y = layers[0].forward(&x)?;
+        for layer in &layers[1..] {
+            y = (y + layer.forward(&x)?)?;
+        }
+        Ok(y)
+    })
 }

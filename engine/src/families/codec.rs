@@ -1,9 +1,9 @@
 //! The codec of a model without its other parts.
 
 use super::conditioning::{Conditioning, Prompt};
-use super::encoded_prompts::EncodedPrompts;
 use super::model::Model;
 use super::options::{LoadOptions, LoadedParts};
+use super::text_embeddings::TextEmbeddings;
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub(super) fn options(mut options: LoadOptions) -> LoadOptions {
 #[derive(Debug)]
 struct NoPrompts;
 
-impl EncodedPrompts for NoPrompts {
+impl TextEmbeddings for NoPrompts {
     fn get(&self, _: &Prompt) -> Result<Conditioning> {
         Err(EngineError::Internal(
             "a model that was loaded for its codec was given a prompt".into(),

@@ -1,7 +1,7 @@
 //! Options for loading a model.
 
-use super::encoded_prompts::EncodedPrompts;
 use super::part_role::PartRole;
+use super::text_embeddings::TextEmbeddings;
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::job::QType;
 use aitk_common::job::model::ModelConfig;
@@ -40,9 +40,9 @@ impl LoadedParts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptReading {
     /// How many of the last layers are left out; diffusers' `clip_skip`. Stable Diffusion 1.x and 2.x.
-    pub skipped_layers: usize,
-    /// A prompt has up to so many blocks of 75 tokens. Stable Diffusion 1.x, 2.x and SDXL.
-    pub blocks: usize,
+    pub clip_skip: usize,
+    /// A prompt has up to this number of chunks of 75 tokens. Stable Diffusion 1.x, 2.x and SDXL.
+    pub chunks: usize,
     /// What T5 makes of the padding becomes zero. FLUX.1.
     pub masks_padding: bool,
 }
@@ -50,8 +50,8 @@ pub struct PromptReading {
 impl Default for PromptReading {
     fn default() -> Self {
         Self {
-            skipped_layers: 0,
-            blocks: 1,
+            clip_skip: 0,
+            chunks: 1,
             masks_padding: false,
         }
     }
@@ -62,8 +62,8 @@ impl PromptReading {
     #[must_use]
     pub fn of(model: &ModelConfig) -> Self {
         Self {
-            skipped_layers: model.skipped_text_layers() as usize,
-            blocks: model.token_blocks() as usize,
+            clip_skip: model.skipped_text_layers() as usize,
+            chunks: model.token_blocks() as usize,
             masks_padding: model.attn_masking,
         }
     }
@@ -103,7 +103,7 @@ pub struct LoadOptions {
     /// Which tensors of the text encoders are trained.
     pub text_encoder_trained: TrainableFilter,
     /// Prompts that were encoded before. The text encoders are not loaded, and the model knows only these prompts.
-    pub prompts: Option<Arc<dyn EncodedPrompts>>,
+    pub prompts: Option<Arc<dyn TextEmbeddings>>,
     /// Which parts have their weights.
     pub loaded: LoadedParts,
 }

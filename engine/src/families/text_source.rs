@@ -1,8 +1,8 @@
 //! What gives a model its encoded prompts.
 
 use super::conditioning::{Conditioning, Prompt};
-use super::encoded_prompts::{EncodedPrompts, look_up};
 use super::model::{Part, TextEncoders};
+use super::text_embeddings::{TextEmbeddings, look_up};
 use crate::error::Result;
 use candle_core::Device;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub(super) enum TextSource<T> {
     Encoders(Box<T>),
-    Encoded(Arc<dyn EncodedPrompts>),
+    Embeddings(Arc<dyn TextEmbeddings>),
 }
 
 impl<T: TextEncoders> TextSource<T> {
     /// `prompts`, or if there are none the text encoders that `load` gives.
-    pub(super) fn new(prompts: Option<&Arc<dyn EncodedPrompts>>, load: impl FnOnce() -> Result<T>) -> Result<Self> {
+    pub(super) fn new(prompts: Option<&Arc<dyn TextEmbeddings>>, load: impl FnOnce() -> Result<T>) -> Result<Self> {
         Ok(match prompts {
-            Some(prompts) => Self::Encoded(Arc::clone(prompts)),
+            Some(prompts) => Self::Embeddings(Arc::clone(prompts)),
             None => Self::Encoders(Box::new(load()?)),
         })
     }
@@ -27,7 +27,7 @@ impl<T: TextEncoders> TextSource<T> {
     pub(super) fn encoders(&self) -> Option<&T> {
         match self {
             Self::Encoders(encoders) => Some(encoders),
-            Self::Encoded(_) => None,
+            Self::Embeddings(_) => None,
         }
     }
 
@@ -35,7 +35,7 @@ impl<T: TextEncoders> TextSource<T> {
     pub(super) fn encoders_mut(&mut self) -> Option<&mut T> {
         match self {
             Self::Encoders(encoders) => Some(encoders),
-            Self::Encoded(_) => None,
+            Self::Embeddings(_) => None,
         }
     }
 
@@ -46,7 +46,7 @@ impl<T: TextEncoders> TextSource<T> {
     pub(super) fn encode_prompts(&self, prompts: &[Prompt], device: &Device) -> Result<Conditioning> {
         match self {
             Self::Encoders(encoders) => encoders.encode_prompts(prompts),
-            Self::Encoded(encoded) => look_up(&**encoded, prompts, device),
+            Self::Embeddings(encoded) => look_up(&**encoded, prompts, device),
         }
     }
 

@@ -107,8 +107,8 @@ impl Sizes {
             MatMut::new(&mut out, rows, self.b),
             x,
             second.t(),
-            0.0,
             1.0,
+            0.0,
             cpu::threads(),
         )?;
         Ok(out)
@@ -126,8 +126,8 @@ impl Sizes {
             MatMut::new(&mut out, rows, self.d),
             dz,
             second,
-            0.0,
             1.0,
+            0.0,
             cpu::threads(),
         )?;
         Ok(out)
@@ -145,8 +145,8 @@ impl Sizes {
             MatMut::new(&mut out, self.b, self.d),
             dz.t(),
             x,
-            0.0,
             1.0,
+            0.0,
             cpu::threads(),
         )?;
         Ok(out)
@@ -161,7 +161,7 @@ impl Sizes {
                 MatMut::new(out, weight.rows, self.columns),
                 Mat::new(x, weight.cols, self.columns),
             );
-            cpu::gemm(out, weight, x, 0.0, scale, threads)
+            cpu::gemm(out, weight, x, scale, 0.0, threads)
         };
         if self.items <= FEW_ITEMS {
             let mut items = out.chunks_mut(to.max(1)).zip(x.chunks(from.max(1)));
@@ -181,7 +181,7 @@ impl Sizes {
             let mut sum = vec![0f32; self.a * self.c];
             for (dy, z) in dy.chunks(of_y).zip(z.chunks(of_z)) {
                 let (dy, z) = (Mat::new(dy, self.a, self.columns), Mat::new(z, self.c, self.columns));
-                cpu::gemm(MatMut::new(&mut sum, self.a, self.c), dy, z.t(), 1.0, scale, threads)?;
+                cpu::gemm(MatMut::new(&mut sum, self.a, self.c), dy, z.t(), scale, 1.0, threads)?;
             }
             Result::Ok(sum)
         };

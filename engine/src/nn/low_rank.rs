@@ -64,7 +64,7 @@ impl LowRankSizes {
         let out = MatMut::new(&mut weight, self.outputs, self.inputs);
         let up = Mat::new(up, self.outputs, self.rank);
         let down = Mat::new(down, self.rank, self.inputs);
-        cpu::gemm(out, up, down, 1.0, scale, cpu::threads())?;
+        cpu::gemm(out, up, down, scale, 1.0, cpu::threads())?;
         Ok(weight)
     }
 }

@@ -45,6 +45,7 @@ pub use embedding::Embedding;
 pub use forward_layer::forward_layer;
 pub use hadamard::hadamard_of_products;
 pub use kron::kron;
+pub(crate) use linear::linear_with_weight;
 pub use linear::{Linear, linear};
 pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, NormParams, RmsNorm};

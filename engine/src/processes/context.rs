@@ -7,7 +7,7 @@ use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
 use crate::families::{
-    self, EncodedPrompts, LearnedEmbedding, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders, WeightChanges,
+    self, LearnedEmbedding, LoadOptions, LoadedCodec, Model, PartRole, TextEmbeddings, TextEncoders, WeightChanges,
 };
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
@@ -147,7 +147,7 @@ impl Context<'_> {
         config: &ModelConfig,
         compute: &Compute,
         changes: WeightChanges,
-        prompts: Option<Arc<dyn EncodedPrompts>>,
+        prompts: Option<Arc<dyn TextEmbeddings>>,
     ) -> Result<LoadedModel> {
         let encodes_prompts = prompts.is_none();
         let mut options = LoadOptions {

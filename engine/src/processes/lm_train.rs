@@ -18,6 +18,7 @@ mod target;
 mod tests;
 
 use super::context::Context;
+use super::non_finite::{MAX_NON_FINITE_STEPS, NON_FINITE_STEPS_BEFORE_SAVING_STOPS};
 use super::rate::Progress;
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -26,11 +27,6 @@ use checkpoint::NON_FINITE_CAUSES;
 pub(super) use prepare::check;
 use run::Run;
 use std::time::Instant;
-
-/// After this many steps in a row without a finite loss or finite gradients a run fails.
-const MAX_NON_FINITE_STEPS: u64 = 25;
-/// After this many in a row no state is saved, so that the last good one is kept.
-const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 
 /// Runs one process to its end, to a stop, or to a failure.
 pub(super) fn run(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
@@ -54,7 +50,7 @@ impl Run<'_> {
             return Ok(Outcome::Completed);
         }
         match self.start_step {
-            0 => self.complete_prompts(cx, 0)?,
+            0 => _ = self.complete_prompts(cx, 0)?,
             step if step < steps => self.finish_last_checkpoint(cx)?,
             _ => {}
         }
@@ -118,7 +114,7 @@ impl Run<'_> {
         if requested.save {
             cx.log("info", format!("saving at step {done}, as requested"));
         }
-        if save && self.non_finite_steps >= MAX_SAVED_NON_FINITE_STEPS {
+        if save && self.non_finite_steps >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS {
             cx.log("warn", self.not_saved_message(done));
         } else if save {
             self.save(cx, done)?;
@@ -131,7 +127,7 @@ impl Run<'_> {
         }
         let sample = self.process.sample.is_due(done, self.steps) || (requested.samples && has_prompts);
         if sample {
-            self.complete_prompts(cx, done)?;
+            let _complete = self.complete_prompts(cx, done)?;
         }
         Ok(save || sample)
     }
@@ -140,7 +136,8 @@ impl Run<'_> {
     fn check_finite(&self, done: u64, attempt_start: u64) -> Result<()> {
         let non_finite = self.non_finite_steps;
         let at_end = done == self.steps
-            && (non_finite >= self.steps - attempt_start.min(self.steps) || non_finite >= MAX_SAVED_NON_FINITE_STEPS);
+            && (non_finite >= self.steps - attempt_start.min(self.steps)
+                || non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS);
         if non_finite > 0 && (non_finite >= MAX_NON_FINITE_STEPS || at_end) {
             return Err(EngineError::bad_input(format!(
                 "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing was learned. \
@@ -152,7 +149,7 @@ impl Run<'_> {
 
     /// Ends a run that was told to stop: writes a checkpoint, from which it resumes.
     fn stop_at(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
-        if self.non_finite_steps >= MAX_SAVED_NON_FINITE_STEPS {
+        if self.non_finite_steps >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS {
             cx.log("warn", self.not_saved_message(step));
         } else if step > self.start_step && self.last_checkpoint != Some(step) {
             cx.phase("saving");
@@ -176,7 +173,9 @@ impl Run<'_> {
             cx.phase("saving");
             self.checkpoint(cx, steps)?;
         }
-        self.complete_prompts(cx, steps)?;
+        if !self.complete_prompts(cx, steps)? {
+            return Ok(Outcome::stopped());
+        }
         cx.events.emit(ChildEvent::Progress {
             done: steps,
             total: steps,

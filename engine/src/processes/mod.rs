@@ -18,6 +18,7 @@ mod log_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
+mod non_finite;
 mod rate;
 mod rescale_lora;
 #[cfg(test)]

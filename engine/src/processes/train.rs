@@ -4,6 +4,7 @@
 //! point is chosen by step, and an optimizer's state is used only with its weights. Exact states are in `<run
 //! folder>/.aitk/checkpoints`.
 
+mod checkpoint;
 mod data;
 mod embedding;
 mod event_artifact;
@@ -41,22 +42,23 @@ pub use preview::{TrainingPreview, preview};
 pub use settings_check::check_settings;
 
 use super::context::{Context, LoadedModel};
+use super::non_finite::{MAX_NON_FINITE_STEPS, NON_FINITE_STEPS_BEFORE_SAVING_STOPS};
 use super::rate::Progress;
 use crate::adapters::{is_of_text, load_lora};
 use crate::checkpointing::Checkpointing;
 use crate::device;
 use crate::error::{EngineError, Result};
-use crate::families::EncodedPrompts;
+use crate::families::TextEmbeddings;
 use crate::training::{ConditioningCache, LossMasks, SharedLearnedSnr};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::dtype::DType;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::LOG_FILE;
+use checkpoint::NON_FINITE_CAUSES;
 use data::TrainingData;
 use folder::RunFolder;
 use record::{Measured, StepRecorder};
-use resume::NON_FINITE_CAUSES;
 use run::{Run, trainer};
 use sliders::slider::Slider;
 use std::collections::BTreeMap;
@@ -65,12 +67,6 @@ use std::time::{Duration, Instant};
 use switched_loras::SwitchedLoras;
 use target::TrainedParameters;
 use validation::Validation;
-
-/// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
-/// as zero and continues.
-const MAX_NON_FINITE_STEPS: u64 = 25;
-/// After this many in a row no state is saved, so that the last good one is kept.
-const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 
 fn not_saved_message(step: u64, non_finite: u64) -> String {
     format!("step {step} is not saved: {non_finite} steps in a row had a loss or gradients that are not finite numbers")
@@ -123,7 +119,7 @@ impl<'a> Run<'a> {
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
-        let mut prompts: Option<Arc<dyn EncodedPrompts>> = None;
+        let mut prompts: Option<Arc<dyn TextEmbeddings>> = None;
         if text::frees_text_encoders(process) {
             let Some(encoded) = text::encode(process, seed, &data, &compute, cx)? else {
                 return Ok(None);
@@ -220,7 +216,7 @@ impl<'a> Run<'a> {
 
     /// Ends a run that was told to stop, after `step` steps.
     fn end_at(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
-        if self.non_finite_steps >= MAX_SAVED_NON_FINITE_STEPS {
+        if self.non_finite_steps >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS {
             cx.log("warn", not_saved_message(step, self.non_finite_steps));
             return Ok(Outcome::stopped());
         }
@@ -283,7 +279,7 @@ impl<'a> Run<'a> {
             }
             let non_finite = self.non_finite_steps;
             if non_finite >= MAX_NON_FINITE_STEPS
-                || (done == steps && (non_finite >= total_steps || non_finite >= MAX_SAVED_NON_FINITE_STEPS))
+                || (done == steps && (non_finite >= total_steps || non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS))
             {
                 return Err(EngineError::bad_input(format!(
                     "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
@@ -330,7 +326,7 @@ impl<'a> Run<'a> {
             if done < steps {
                 let requested = self.take_requests(cx, done);
                 let save = self.process.save.is_due(done) || requested.save;
-                if save && non_finite >= MAX_SAVED_NON_FINITE_STEPS {
+                if save && non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS {
                     cx.log("warn", not_saved_message(done, non_finite));
                 } else if requested.save {
                     self.save_as_requested(cx, done)?;

@@ -1,7 +1,7 @@
 //! 16-bit floats that stay as they are in memory and are widened where they are used.
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use rayon::prelude::*;
 
 /// Numbers that are widened at once: they fit into the cache of one core.
@@ -20,11 +20,13 @@ pub(crate) enum HalfFormat {
 
 impl HalfFormat {
     /// Writes the numbers, each with its low byte first, as float32. The slices have the same length.
+    // Inlined, so that it is compiled for the vector unit of the caller.
+    #[inline(always)]
     pub(crate) fn widen(self, from: &[[u8; 2]], to: &mut [f32]) {
         match self {
             Self::Bf16 => {
                 for (to, from) in to.iter_mut().zip(from) {
-                    *to = bf16::from_le_bytes(*from).to_f32();
+                    *to = f32::from_bits(u32::from(u16::from_le_bytes(*from)) << 16);
                 }
             }
             // With the processor's instructions, which need a slice of numbers.
@@ -54,6 +56,7 @@ impl HalfFormat {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     /// Every number of 16 bits, and slices whose length is no multiple of the lanes.
     #[test]

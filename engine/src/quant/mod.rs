@@ -14,6 +14,7 @@
 
 mod codes;
 mod halves;
+mod stored_rows;
 #[cfg(test)]
 mod tests;
 
@@ -27,6 +28,7 @@ use std::sync::Arc;
 
 pub use codes::Code;
 pub(crate) use halves::HalfFormat;
+pub(crate) use stored_rows::StoredRows;
 
 /// A quantised weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]`.
 pub struct Quantized {
@@ -280,6 +282,28 @@ impl Quantized {
         match self.device.is_cpu() {
             true => Ok(Some((format, blocks.data()?))),
             false => Ok(None),
+        }
+    }
+
+    /// Runs `f` on the rows of a weight [outputs, inputs] on the CPU. `None` for formats whose rows are not read singly.
+    pub(crate) fn with_rows<R>(&self, f: impl FnOnce(Option<StoredRows<'_>>) -> R) -> candle_core::Result<R> {
+        let dims = self.dims();
+        match &self.data {
+            Data::Gguf(blocks) if self.device.is_cpu() => {
+                let bytes = blocks.data()?;
+                Ok(f(StoredRows::blocks(blocks.dtype(), &bytes, dims)))
+            }
+            Data::Codes {
+                code,
+                codes,
+                scales,
+                per_scale,
+            } if self.device.is_cpu() => with_bytes(codes, |bytes| {
+                with_slice(scales, |scales| {
+                    f(StoredRows::codes(*code, bytes, scales, *per_scale, dims))
+                })
+            })?,
+            _ => Ok(f(None)),
         }
     }
 

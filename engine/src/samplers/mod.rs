@@ -45,7 +45,7 @@ type Constructor = fn(SamplerParams, SamplerOptions) -> Result<Box<dyn Sampler>,
 type Entry = (&'static str, Constructor);
 
 /// The samplers for diffusion models, by the names of `SamplerName` in `aitk-common`, which also knows their aliases.
-fn registry() -> &'static [Entry] {
+fn diffusion_registry() -> &'static [Entry] {
     &[
         ("ddim", ddim::make),
         ("ddpm", ddpm::make),
@@ -89,7 +89,7 @@ pub fn names(is_flow: bool) -> Vec<&'static str> {
 }
 
 fn entries(is_flow: bool) -> &'static [Entry] {
-    if is_flow { flow_registry() } else { registry() }
+    if is_flow { flow_registry() } else { diffusion_registry() }
 }
 
 /// Checks that [`build`] knows the name, for models of some kind.

@@ -7,8 +7,9 @@
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
 //! - [`token_loss`]: the loss of a language model.
 //! - [`slider_loss`]: the loss of a slider.
-//! - [`TextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
+//! - [`CachedTextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
+mod cached_text_embeddings;
 mod cfg;
 mod comparison;
 mod conditioning_cache;
@@ -27,10 +28,10 @@ mod random;
 mod slider;
 mod spectrum;
 mod swapped_parameters;
-mod text_embeddings;
 mod token_loss;
 mod trainer;
 
+pub use cached_text_embeddings::CachedTextEmbeddings;
 pub use cfg::TrainingCfg;
 pub use conditioning_cache::ConditioningCache;
 pub use ddpm::{Ddpm, SnrWeighting};
@@ -46,7 +47,6 @@ pub use pixel_options::PixelOptions;
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};
 pub use swapped_parameters::SwappedParameters;
-pub use text_embeddings::TextEmbeddings;
 pub use token_loss::token_loss;
 pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};

@@ -90,8 +90,8 @@ impl TokenLoss {
                 MatMut::new(logits, tokens, vocabulary),
                 Mat::new(states, tokens, width),
                 Mat::new(weight, vocabulary, width).t(),
-                0.0,
                 1.0,
+                0.0,
                 cpu::threads(),
             )?;
             each(states, logits, positions, targets)?;
@@ -185,8 +185,8 @@ impl Operation<2> for TokenLoss {
                             MatMut::new(&mut products, tokens, width),
                             Mat::new(logits, tokens, vocabulary),
                             Mat::new(weights, vocabulary, width),
-                            0.0,
                             1.0,
+                            0.0,
                             cpu::threads(),
                         )?;
                         for (product, position) in products.chunks_exact(width).zip(positions) {

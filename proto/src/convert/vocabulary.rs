@@ -80,7 +80,7 @@ const MAX_GFLOPS: u64 = 20_000_000;
 impl From<Device> for v1::Device {
     fn from(device: Device) -> Self {
         Self {
-            device: Some(device.device.into()),
+            device: Some(device.id.into()),
             name: device.name,
             architecture: device.architecture,
             memory_total: device.memory_total,
@@ -105,7 +105,7 @@ impl TryFrom<v1::Device> for Device {
                 .collect::<Result<Vec<_>>>()
         };
         Ok(Self {
-            device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
+            id: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
             name: short_text(wire.name, "name")?,
             architecture: short_text(wire.architecture, "architecture")?,
             memory_total: wire.memory_total,

@@ -106,7 +106,7 @@ impl TryFrom<v1::Register> for Registration {
         for (index, device) in wire.devices.into_iter().enumerate() {
             let field = format!("devices[{index}]");
             let device = Device::try_from(device).within(&field)?;
-            if devices.iter().any(|earlier| earlier.device == device.device) {
+            if devices.iter().any(|earlier| earlier.id == device.id) {
                 return Err(ConvertError::new(field, "the same device twice"));
             }
             devices.push(device);

@@ -212,10 +212,10 @@ def sd3_block(step):
     return both if step else forward
 
 
-def text_layer(model, step, **inputs):
+def text_layer(model, step, tokens=512, **inputs):
     import torch
     model = prepared(model.eval())
-    ids = torch.arange(512)[None]
+    ids = (torch.arange(tokens) % 512)[None]
 
     def forward():
         with torch.no_grad():
@@ -241,6 +241,22 @@ def qwen3_layer(step):
         num_key_value_heads=8, head_dim=128, use_cache=False)), step,
         # Without a mask for padding attention is causal, and no value of a tensor is asked for (`--flops`).
         attention_mask={"full_attention": None})
+
+
+def starcoder2_layer(step):
+    from transformers import Starcoder2Config, Starcoder2Model
+    return text_layer(Starcoder2Model(Starcoder2Config(
+        vocab_size=512, hidden_size=3072, intermediate_size=12288, num_hidden_layers=1, num_attention_heads=24,
+        num_key_value_heads=2, sliding_window=4096, use_bias=True, use_cache=False)), step, tokens=1024)
+
+
+def linear_one_row(dtype):
+    """Four layers in turns, so that no weights stay in a cache."""
+    import torch
+    dtype = getattr(torch, dtype)
+    layers = [torch.nn.Linear(3072, 12288, bias=False, dtype=dtype).requires_grad_(False) for _ in range(4)]
+    x = torch.randn(1, 1, 3072, dtype=dtype)
+    return lambda: sum(layer(x) for layer in layers)
 
 
 def conv():
@@ -318,6 +334,7 @@ LORA_64 = UNET_64 + ", rank 16"
 FLUX = "1x1024x3072, text 512x3072"
 SD35 = "1x1024x1536, text 333x1536"
 ADAMW = "32 x 1,048,576"
+ONE_ROW = "4 layers 3072 to 12288"
 
 # Name: (shape, what makes it).
 WORKS = {
@@ -343,6 +360,14 @@ WORKS = {
     "t5_layer_step": ("1x512 tokens", lambda: t5_layer(True)),
     "qwen3_layer_forward": ("1x512 tokens", lambda: qwen3_layer(False)),
     "qwen3_layer_step": ("1x512 tokens", lambda: qwen3_layer(True)),
+    "starcoder2_layer_forward": ("1x1024 tokens", lambda: starcoder2_layer(False)),
+    "starcoder2_layer_step": ("1x1024 tokens", lambda: starcoder2_layer(True)),
+    "linear_one_row_f32": (ONE_ROW, lambda: linear_one_row("float32")),
+    "linear_one_row_bf16": (ONE_ROW, lambda: linear_one_row("bfloat16")),
+    # torch has no product with weights in these forms: beside bfloat16.
+    "linear_one_row_int8": (ONE_ROW, lambda: linear_one_row("bfloat16")),
+    "linear_one_row_q8_0": (ONE_ROW, lambda: linear_one_row("bfloat16")),
+    "linear_one_row_q4_k": (ONE_ROW, lambda: linear_one_row("bfloat16")),
     "conv_320_64_step": ("1x320x64x64 to 320, 3x3", conv),
     "attention_self_4096_step": ("8 heads, 4096 to 4096, 40", lambda: attention(4096)),
     "attention_cross_4096_77_step": ("8 heads, 4096 to 77, 40", lambda: attention(77)),
@@ -356,7 +381,8 @@ LIMITS = {"page_cache_read_512mib": ("256 x 2 MiB", page_cache)}
 # Names of dtypes on the command line, as aitk has them, and torch's names.
 DTYPES = {"float32": "float32", "bf16": "bfloat16", "float16": "float16"}
 # Works that bytes limit: aitk counts no operations of them.
-UNCOUNTED = {"adamw_step_32m", "adamw8bit_step_32m", "safetensors_load_512mib"}
+UNCOUNTED = {"adamw_step_32m", "adamw8bit_step_32m", "safetensors_load_512mib"} | {
+    name for name in WORKS if name.startswith("linear_one_row")}
 
 
 def flops(name):

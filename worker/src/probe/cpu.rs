@@ -10,7 +10,7 @@ use sysinfo::{CpuRefreshKind, RefreshKind, System};
 pub(super) fn device() -> Device {
     let memory = memory();
     Device {
-        device: DeviceRef {
+        id: DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,
         },
@@ -30,7 +30,7 @@ pub(super) fn device() -> Device {
 /// The CPU in portable mode, which computes in the forms that GPUs use.
 pub(super) fn portable_device() -> Device {
     Device {
-        device: DeviceRef::PORTABLE_CPU,
+        id: DeviceRef::PORTABLE_CPU,
         dtypes: self_test::portable_dtypes(),
         attention: vec!["eager".to_owned()],
         gflops: rate::portable_gflops(),

@@ -51,7 +51,7 @@ pub fn devices() -> Vec<Device> {
 fn gpu_device(found: Gpu) -> Device {
     let memory_budget = gpu_budget(found.device.kind, found.memory_free);
     Device {
-        device: found.device,
+        id: found.device,
         name: if found.name.is_empty() { cpu::name() } else { found.name },
         architecture: found.architecture,
         memory_total: found.memory_total,
@@ -144,20 +144,16 @@ fn parse_device(text: &str) -> Result<DeviceRef, DeviceSelectionError> {
 /// # Errors
 /// [`DeviceSelectionError::Missing`] for a device that does not exist.
 pub fn choose(found: Vec<Device>, choice: &DeviceSelection) -> Result<Vec<Device>, DeviceSelectionError> {
-    let names = |devices: &[Device]| devices.iter().map(|d| label(d.device)).collect::<Vec<_>>().join(", ");
+    let names = |devices: &[Device]| devices.iter().map(|d| label(d.id)).collect::<Vec<_>>().join(", ");
     match choice {
         DeviceSelection::Auto => {
-            let gpus: Vec<Device> = found
-                .iter()
-                .filter(|d| d.device.kind != DeviceKind::Cpu)
-                .cloned()
-                .collect();
+            let gpus: Vec<Device> = found.iter().filter(|d| d.id.kind != DeviceKind::Cpu).cloned().collect();
             Ok(if gpus.is_empty() { found } else { gpus })
         }
         DeviceSelection::Listed(requested) => {
             let mut chosen: Vec<Device> = Vec::new();
             for requested in requested {
-                if chosen.iter().any(|known| known.device == *requested) {
+                if chosen.iter().any(|known| known.id == *requested) {
                     continue;
                 }
                 // It is no device of the machine, and exists only where it is selected.
@@ -165,7 +161,7 @@ pub fn choose(found: Vec<Device>, choice: &DeviceSelection) -> Result<Vec<Device
                     chosen.push(cpu::portable_device());
                     continue;
                 }
-                let device = found.iter().find(|device| device.device == *requested).ok_or_else(|| {
+                let device = found.iter().find(|device| device.id == *requested).ok_or_else(|| {
                     DeviceSelectionError::Missing {
                         requested: label(*requested),
                         found: names(&found),
@@ -194,7 +190,7 @@ mod tests {
 
     fn device(text: &str) -> Device {
         Device {
-            device: parse_device(text).unwrap(),
+            id: parse_device(text).unwrap(),
             ..cpu::device()
         }
     }
@@ -202,7 +198,7 @@ mod tests {
     fn chosen(found: &[&str], choice: &str) -> Result<Vec<String>, DeviceSelectionError> {
         let found = found.iter().map(|text| device(text)).collect();
         let devices = choose(found, &choice.parse()?)?;
-        Ok(devices.iter().map(|device| label(device.device)).collect())
+        Ok(devices.iter().map(|device| label(device.id)).collect())
     }
 
     #[test]
@@ -246,7 +242,7 @@ mod tests {
     fn the_cpu_is_always_found() {
         let devices = devices();
         let cpu = devices.last().unwrap();
-        assert_eq!(cpu.device.kind, DeviceKind::Cpu);
+        assert_eq!(cpu.id.kind, DeviceKind::Cpu);
         assert_eq!(cpu.profile, MemoryProfile::CpuOnly);
         assert!(cpu.dtypes.iter().any(|dtype| dtype == "f32"));
         assert!(cpu.memory_budget > 0 && cpu.memory_budget < cpu.memory_total, "{cpu:?}");

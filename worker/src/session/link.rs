@@ -3,7 +3,7 @@
 //! One task. It makes no decisions about attempts; it only reports what happens to the connection.
 
 use super::refusal::Refusal;
-use crate::identity::{CertificateRenewer, Membership};
+use crate::identity::{CertificateRenewer, WorkerIdentity};
 use aitk_common::control_plane::{Registration, ToCoordinator, ToWorker};
 use aitk_common::id::WorkerId;
 use aitk_common::security::token::Token;
@@ -49,7 +49,7 @@ pub(crate) struct ConnectionTarget {
 
 impl ConnectionTarget {
     /// Returns the credentials, and a receiver of newer certificates.
-    fn credentials(&self) -> Result<(Credentials, Option<watch::Receiver<Membership>>), ConnectionError> {
+    fn credentials(&self) -> Result<(Credentials, Option<watch::Receiver<WorkerIdentity>>), ConnectionError> {
         let Some(renewer) = &self.renewer else {
             // The file is read each time, because a refused worker may get a new token.
             let read = self.token_file.as_deref().map(Token::read);
@@ -64,19 +64,19 @@ impl ConnectionTarget {
             return Ok((Credentials::new(token)?, None));
         };
         renewer.reload();
-        let mut membership = renewer.subscribe();
-        let joined = membership.borrow_and_update().clone();
+        let mut identity = renewer.subscribe();
+        let joined = identity.borrow_and_update().clone();
         if joined.expired_at().is_some() {
             return Err(ConnectionError::Refused(Refusal::Config(joined.rejoin_message())));
         }
-        Ok((joined.credentials(), Some(membership)))
+        Ok((joined.credentials(), Some(identity)))
     }
 }
 
 /// Waits for a newer certificate; forever without a receiver.
-async fn wait_for_newer(membership: Option<&mut watch::Receiver<Membership>>) {
-    if let Some(membership) = membership
-        && membership.changed().await.is_ok()
+async fn wait_for_newer(identity: Option<&mut watch::Receiver<WorkerIdentity>>) {
+    if let Some(identity) = identity
+        && identity.changed().await.is_ok()
     {
         return;
     }
@@ -187,10 +187,10 @@ async fn run_connection(
     target: &ConnectionTarget,
     events: &mpsc::Sender<LinkEvent>,
 ) -> Result<(), ConnectionError> {
-    let (credentials, mut membership) = target.credentials()?;
+    let (credentials, mut identity) = target.credentials()?;
     let mut clients = client::connect_with(server, credentials, target.ca_file.as_deref()).await?;
     let (reply, registration) = oneshot::channel();
-    let certified = membership.as_ref().map(|membership| membership.borrow().worker.clone());
+    let certified = identity.as_ref().map(|identity| identity.borrow().worker.clone());
     if events.send(LinkEvent::Opening { reply, certified }).await.is_err() {
         return Ok(());
     }
@@ -255,7 +255,7 @@ async fn run_connection(
                     Some(message) => waiting = Some(message.into()),
                     None => break 'session,
                 },
-                () = wait_for_newer(membership.as_mut()) => {
+                () = wait_for_newer(identity.as_mut()) => {
                     return Err(ConnectionError::Retry("the certificate was renewed; connecting again with the new one".to_owned()));
                 }
                 () = events.closed() => return Ok(()),

@@ -80,7 +80,7 @@ impl Session {
             inputs: BTreeMap::new(),
             local,
             resume: None,
-            device: device().device,
+            device: device().id,
             profile: MemoryProfile::CpuOnly,
             seed: 1,
             generated: Vec::new(),

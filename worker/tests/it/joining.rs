@@ -5,7 +5,7 @@ use crate::support::{TIMEOUT, device, eventually, wait_until_connected};
 use aitk_coordinator::{PkiConfig, ca_folder, init};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::v1;
-use aitk_worker::{Config, JoinOptions, Membership, Refusal, WorkerHandle, join};
+use aitk_worker::{Config, JoinOptions, Refusal, WorkerHandle, WorkerIdentity, join};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -61,9 +61,9 @@ impl TestCluster {
         }
     }
 
-    async fn worker(&self, joined: &Membership) -> WorkerHandle {
+    async fn worker(&self, joined: &WorkerIdentity) -> WorkerHandle {
         let mut config = Config::new(&joined.server, "", self.path("w"));
-        config.membership = Some(joined.clone());
+        config.identity = Some(joined.clone());
         config.devices = vec![device()];
         aitk_worker::start(config).await.unwrap()
     }
@@ -211,7 +211,7 @@ async fn a_worker_renews_its_certificate_and_reconnects_with_it() {
     wait_until_connected(&worker).await;
     // The renewal is due after half of its life.
     let data = cluster.path("w");
-    while Membership::read(&data).unwrap() == Some(joined.clone()) {
+    while WorkerIdentity::read(&data).unwrap() == Some(joined.clone()) {
         assert!(joined.expired_at().is_none(), "not renewed in time");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

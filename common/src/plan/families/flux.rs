@@ -1,6 +1,6 @@
 //! FLUX.1. The published shapes are those of dev.
 
-use super::parts::{CLIP_L, Family, NO_TEXT, NO_TRANSFORMER, T5_XXL, UNET_FAMILY, VAE_16};
+use super::parts::{CLIP_L, FAMILY_DEFAULTS, Family, NO_TEXT, NO_TRANSFORMER, T5_XXL, VAE_16};
 use crate::plan::shapes::{ModelShapes, TransformerKind, TransformerShapes};
 use crate::plan::walk::build::LoraLayers;
 
@@ -23,7 +23,7 @@ pub(super) static FLUX: Family = Family {
         language: T5_XXL,
         text: [CLIP_L, NO_TEXT],
         vae: VAE_16,
-        ..UNET_FAMILY.shapes
+        ..FAMILY_DEFAULTS.shapes
     },
     text_prefixes: &["lora_te1"],
     denoiser_prefix: "transformer",
@@ -38,5 +38,5 @@ pub(super) static FLUX: Family = Family {
     guided_above: f64::INFINITY,
     // dev, schnell
     prompt_tokens: [512.0, 256.0],
-    ..UNET_FAMILY
+    ..FAMILY_DEFAULTS
 };

@@ -29,7 +29,7 @@ pub(in crate::plan) struct Family {
 }
 
 /// What all families like Stable Diffusion have in common.
-pub(super) const UNET_FAMILY: Family = Family {
+pub(super) const FAMILY_DEFAULTS: Family = Family {
     shapes: ModelShapes {
         unet: unet(0, false, [NO_BLOCK; MAX_BLOCKS]),
         transformer: NO_TRANSFORMER,

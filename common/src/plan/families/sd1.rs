@@ -1,6 +1,6 @@
 //! Stable Diffusion 1.x.
 
-use super::parts::{CLIP_L, Family, NO_BLOCK, NO_TEXT, UNET_FAMILY, block, unet, vae};
+use super::parts::{CLIP_L, FAMILY_DEFAULTS, Family, NO_BLOCK, NO_TEXT, block, unet, vae};
 use crate::plan::shapes::{BlockShapes, ModelShapes};
 
 pub(super) static SD1: Family = Family {
@@ -19,9 +19,9 @@ pub(super) static SD1: Family = Family {
         ),
         text: [CLIP_L, NO_TEXT],
         vae: vae(512),
-        ..UNET_FAMILY.shapes
+        ..FAMILY_DEFAULTS.shapes
     },
-    ..UNET_FAMILY
+    ..FAMILY_DEFAULTS
 };
 
 /// No attention; the middle block has the same number of transformer blocks.

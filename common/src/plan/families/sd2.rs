@@ -1,6 +1,6 @@
 //! Stable Diffusion 2.x.
 
-use super::parts::{Family, NO_BLOCK, NO_TEXT, UNET_FAMILY, block, unet, vae};
+use super::parts::{FAMILY_DEFAULTS, Family, NO_BLOCK, NO_TEXT, block, unet, vae};
 use crate::plan::shapes::{BlockShapes, ModelShapes, TextShapes, UNetShapes};
 
 pub(super) static SD2: Family = Family {
@@ -23,9 +23,9 @@ pub(super) static SD2: Family = Family {
         },
         text: [TEXT, NO_TEXT],
         vae: vae(768),
-        ..UNET_FAMILY.shapes
+        ..FAMILY_DEFAULTS.shapes
     },
-    ..UNET_FAMILY
+    ..FAMILY_DEFAULTS
 };
 
 /// No attention; the middle block has the same number of transformer blocks.

@@ -1,6 +1,6 @@
 //! Stable Diffusion 3.5. The published shapes are those of large.
 
-use super::parts::{CLIP_G, CLIP_L, Family, NO_TRANSFORMER, T5_XXL, UNET_FAMILY, VAE_16};
+use super::parts::{CLIP_G, CLIP_L, FAMILY_DEFAULTS, Family, NO_TRANSFORMER, T5_XXL, VAE_16};
 use crate::plan::shapes::{ModelShapes, TextShapes, TransformerKind, TransformerShapes};
 use crate::plan::walk::build::LoraLayers;
 
@@ -28,7 +28,7 @@ pub(super) static SD3: Family = Family {
             CLIP_G,
         ],
         vae: VAE_16,
-        ..UNET_FAMILY.shapes
+        ..FAMILY_DEFAULTS.shapes
     },
     text_prefixes: &["lora_te1", "lora_te2"],
     penultimate: true,
@@ -42,5 +42,5 @@ pub(super) static SD3: Family = Family {
         "proj_out",
     ],
     prompt_tokens: [256.0; 2],
-    ..UNET_FAMILY
+    ..FAMILY_DEFAULTS
 };

@@ -1,6 +1,6 @@
 //! Stable Diffusion XL.
 
-use super::parts::{CLIP_G, CLIP_L, Family, NO_BLOCK, UNET_FAMILY, block, unet, vae};
+use super::parts::{CLIP_G, CLIP_L, FAMILY_DEFAULTS, Family, NO_BLOCK, block, unet, vae};
 use crate::plan::shapes::{ModelShapes, UNetShapes};
 
 pub(super) static SDXL: Family = Family {
@@ -22,10 +22,10 @@ pub(super) static SDXL: Family = Family {
         },
         text: [CLIP_L, CLIP_G],
         vae: vae(1024),
-        ..UNET_FAMILY.shapes
+        ..FAMILY_DEFAULTS.shapes
     },
     text_prefixes: &["lora_te1", "lora_te2"],
     penultimate: true,
     vae_overflows_in_f16: true,
-    ..UNET_FAMILY
+    ..FAMILY_DEFAULTS
 };

@@ -1,6 +1,6 @@
 //! Z-Image.
 
-use super::parts::{Family, NO_TEXT, NO_TRANSFORMER, UNET_FAMILY, VAE_16};
+use super::parts::{FAMILY_DEFAULTS, Family, NO_TEXT, NO_TRANSFORMER, VAE_16};
 use crate::plan::shapes::{LanguageKind, LanguageShapes, ModelShapes, TransformerKind, TransformerShapes};
 use crate::plan::walk::build::LoraLayers;
 
@@ -31,7 +31,7 @@ pub(super) static ZIMAGE: Family = Family {
         },
         text: [NO_TEXT; 2],
         vae: VAE_16,
-        ..UNET_FAMILY.shapes
+        ..FAMILY_DEFAULTS.shapes
     },
     text_prefixes: &[],
     denoiser_prefix: "diffusion_model",
@@ -45,5 +45,5 @@ pub(super) static ZIMAGE: Family = Family {
     // A scale of 0 is no guidance.
     guided_above: 0.0,
     prompt_tokens: [512.0; 2],
-    ..UNET_FAMILY
+    ..FAMILY_DEFAULTS
 };

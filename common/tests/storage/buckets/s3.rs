@@ -1,7 +1,7 @@
 //! Tests against an S3 server (`s3s-fs`), connected directly and through a faulty proxy.
 //!
 //! The server is the one of the whole-system tests (`tests/src/bin/s3-server.rs`), which `cargo test --workspace`
-//! builds, or the one that `AITK_S3S_FS` names. Without a server these tests print that they are skipped; in CI they fail.
+//! builds. Without a server these tests print that they are skipped; in CI they fail.
 
 use super::proxy::{Mode, Proxy};
 use super::server::{self, Server};

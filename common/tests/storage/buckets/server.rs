@@ -1,9 +1,9 @@
 //! Runs the S3 server as a child process with its own folder and port.
 
-use std::net::{TcpListener, TcpStream};
+use std::io::{BufRead as _, BufReader};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
 pub(super) const KEY: &str = "AKEXAMPLE";
 pub(super) const SECRET: &str = "a-secret-for-tests";
@@ -33,35 +33,34 @@ impl Server {
             );
             return None;
         };
-        // Another program may take the port before the server binds it.
-        (0..5)
-            .find_map(|_| Self::try_start(&program, keys))
-            .or_else(|| panic!("{} does not start", program.display()))
-    }
-
-    fn try_start(program: &Path, keys: &[&str]) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("bucket")).unwrap();
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let mut child = Command::new(program)
-            .args(["--host", "127.0.0.1", "--port", &port.to_string()])
+        // The server chooses the port: one that is chosen here could be taken by another server before this one binds it.
+        let mut child = Command::new(&program)
+            .args(["--host", "127.0.0.1", "--port", "0"])
             .args(keys)
             .arg(folder.path())
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let begin = Instant::now();
-        while begin.elapsed() < Duration::from_secs(20) && child.try_wait().unwrap().is_none() {
-            if TcpStream::connect(("127.0.0.1", port)).is_ok() {
-                return Some(Self { child, folder, port });
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let _ = child.kill();
-        let _ = child.wait();
-        None
+        let mut line = String::new();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        output.read_line(&mut line).unwrap();
+        let address = line
+            .strip_prefix("listening on ")
+            .and_then(|address| address.trim().parse::<SocketAddr>().ok());
+        let Some(address) = address else {
+            panic!("{} does not start: {line:?}", program.display())
+        };
+        // The server writes a line for each request, and must not wait for a reader.
+        std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
+        Some(Self {
+            child,
+            folder,
+            port: address.port(),
+        })
     }
 
     pub(super) fn port(&self) -> u16 {
@@ -84,17 +83,10 @@ impl Drop for Server {
     }
 }
 
-/// The server program: `AITK_S3S_FS`, else the server of the whole-system tests in the parent of this test's folder, else one in
-/// the `PATH`.
+/// The server of the whole-system tests, which is in the parent of this test's folder.
 fn program() -> Option<PathBuf> {
-    if let Some(named) = std::env::var_os("AITK_S3S_FS").filter(|named| !named.is_empty()) {
-        return Some(PathBuf::from(named));
-    }
     // target/<profile>/deps/<this test> and target/<profile>/s3-server
     let test = std::env::current_exe().ok()?;
-    let sibling = test.ancestors().nth(2)?.join("s3-server");
-    let on_path = std::env::var_os("PATH").unwrap_or_default();
-    std::iter::once(sibling)
-        .chain(std::env::split_paths(&on_path).map(|folder| folder.join("s3s-fs")))
-        .find(|path| path.is_file())
+    let path = test.ancestors().nth(2)?.join("s3-server");
+    path.is_file().then_some(path)
 }

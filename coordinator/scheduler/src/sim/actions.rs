@@ -5,7 +5,7 @@ use super::worker::SITES;
 use super::world::{SimEvent, WORKERS, World};
 use crate::state::classes::{DeviceNeeds, check_fit};
 use crate::tests::new_job;
-use crate::{Condition, Event, Job, NewArray, NewJob, Prerequisite, Requirements, Ticket};
+use crate::{Dependency, DependencyCondition, Event, Job, NewArray, NewJob, Requirements, Ticket};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -193,12 +193,12 @@ impl World {
         let after = match random.once_in(6) {
             true => {
                 let condition = match random.below(4) {
-                    0 => Condition::Ended,
-                    1 => Condition::Failed,
-                    _ => Condition::Completed,
+                    0 => DependencyCondition::Ended,
+                    1 => DependencyCondition::Failed,
+                    _ => DependencyCondition::Completed,
                 };
                 let job = random.pick(&jobs).map(ToString::to_string);
-                job.map(|job| Prerequisite { job, condition }).into_iter().collect()
+                job.map(|job| Dependency { job, condition }).into_iter().collect()
             }
             false => Vec::new(),
         };
@@ -245,7 +245,7 @@ impl World {
         };
         let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
-        let after: Vec<Prerequisite> = match self.random.once_in(6) {
+        let after: Vec<Dependency> = match self.random.once_in(6) {
             true => self
                 .random
                 .pick(&jobs)

@@ -126,7 +126,7 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
     {
         return Err(FitError::MissingLabel(key.clone(), value.clone()));
     }
-    let kind = device.device.kind;
+    let kind = device.id.kind;
     if let Some(wanted) = needs.device.filter(|wanted| *wanted != kind) {
         return Err(FitError::OtherKind(wanted));
     }

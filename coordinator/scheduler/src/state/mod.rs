@@ -160,7 +160,7 @@ impl State {
         let offered = self
             .workers
             .get(&attempt.worker)
-            .and_then(|worker| worker.devices.iter().find(|device| device.device == attempt.device));
+            .and_then(|worker| worker.devices.iter().find(|device| device.id == attempt.device));
         let slot = self.slots.ensure(&attempt.worker, attempt.device, offered);
         let reservation = crate::state::slots::Reservation {
             bytes: attempt.memory,

@@ -67,7 +67,7 @@ impl Slot {
     pub(crate) fn has_capacity(&self) -> bool {
         self.accepts_jobs
             && (self.running.is_empty()
-                || (self.device.device.kind != DeviceKind::Cpu
+                || (self.device.id.kind != DeviceKind::Cpu
                     && self.running.len() < MAX_JOBS_PER_DEVICE
                     && self.reserved < self.device.memory_budget
                     && self.running.values().all(|reservation| self.is_small(*reservation))))
@@ -98,7 +98,7 @@ impl Slot {
         if others.peek().is_none() {
             return true;
         }
-        if self.device.device.kind == DeviceKind::Cpu || !self.is_small(wanted) {
+        if self.device.id.kind == DeviceKind::Cpu || !self.is_small(wanted) {
             return false;
         }
         let (mut count, mut bytes) = (1, wanted.bytes.unwrap_or(u64::MAX));
@@ -151,7 +151,7 @@ impl Slots {
 
     fn add(&mut self, worker: &WorkerId, device: Device) -> SlotId {
         let id = self.all.len();
-        let key = device_key(device.device);
+        let key = device_key(device.id);
         self.all.push(Slot {
             worker: worker.clone(),
             device,
@@ -182,7 +182,7 @@ impl Slots {
             (Some(id), None) => id,
             (None, offered) => {
                 let unknown = || Device {
-                    device,
+                    id: device,
                     name: String::new(),
                     architecture: String::new(),
                     memory_total: 0,

@@ -55,7 +55,7 @@ impl Speeds {
     pub(crate) fn seconds_per_unit(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
         let plain = self.measured(device, family).unwrap_or_else(|| {
             let family = FamilySpeed::or_unknown(family.and_then(FamilySpeed::of));
-            family.guessed_seconds_per_unit(device.device.kind, device.gflops)
+            family.guessed_seconds_per_unit(device.id.kind, device.gflops)
         });
         plain * slowdown(profile)
     }

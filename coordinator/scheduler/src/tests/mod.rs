@@ -50,7 +50,7 @@ pub(super) fn device(kind: DeviceKind, index: u32) -> Device {
         MemoryProfile::FullGpu
     };
     Device {
-        device: DeviceRef { kind, index },
+        id: DeviceRef { kind, index },
         name: kind.name().into(),
         architecture: "x".into(),
         memory_total: 24 << 30,

@@ -1,7 +1,7 @@
 //! Tests of submission, look-up, reasons and event logs.
 
 use super::super::model::Job;
-use super::super::{Condition, Prerequisite};
+use super::super::{Dependency, DependencyCondition};
 use super::*;
 use aitk_common::control_plane::EventBody;
 
@@ -399,7 +399,7 @@ fn a_paused_job_has_its_own_status() {
 fn a_job_can_start_after_another_ends_or_fails() {
     let after = |world: &mut World, id: &str, before: &str, condition| {
         let job = NewJob {
-            after: vec![Prerequisite {
+            after: vec![Dependency {
                 job: before.to_owned(),
                 condition,
             }],
@@ -415,9 +415,9 @@ fn a_job_can_start_after_another_ends_or_fails() {
         let session = world.cpu("w1");
         world.submit("ja", retries(0));
         world.heartbeat(session, &[held("ja", 1)]);
-        after(&mut world, "jany", "ja", Condition::Ended);
-        after(&mut world, "jfailed", "ja", Condition::Failed);
-        after(&mut world, "jdone", "ja", Condition::Completed);
+        after(&mut world, "jany", "ja", DependencyCondition::Ended);
+        after(&mut world, "jfailed", "ja", DependencyCondition::Failed);
+        after(&mut world, "jdone", "ja", DependencyCondition::Completed);
         assert!(world.view("jany").reason.contains("waits for ja (ja) to end"));
         assert!(world.view("jfailed").reason.contains("waits for ja (ja) to fail"));
         if matches!(outcome, Outcome::Stopped { .. }) {
@@ -443,7 +443,7 @@ fn a_job_can_start_after_another_ends_or_fails() {
                 (JobState::Stopped, true)
             );
             assert!(matches!(world.resume("jfailed"), Err(Refusal::Conflict(_))));
-            after(&mut world, "jlate", "ja", Condition::Failed);
+            after(&mut world, "jlate", "ja", DependencyCondition::Failed);
             let refused = world.reply_of_submission().unwrap_err().to_string();
             assert!(refused.contains("will not fail"), "{refused}");
         }

@@ -32,7 +32,7 @@ fn known(world: &World) -> Vec<&str> {
 }
 
 #[test]
-fn a_prerequisite_is_kept_while_its_dependents_may_start() {
+fn a_dependency_is_kept_while_its_dependents_may_start() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("j1", retries(0));

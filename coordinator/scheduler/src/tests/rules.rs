@@ -1,4 +1,4 @@
-//! Tests of the queue's rules: fair share, quotas, prerequisites, start times, pauses, drains, preemption, and failures by cause.
+//! Tests of the queue's rules: fair share, quotas, dependencies, start times, pauses, drains, preemption, and failures by cause.
 
 use super::*;
 use aitk_common::id::UserName;
@@ -163,7 +163,7 @@ fn priority_comes_before_fair_share_and_quotas_hold() {
 }
 
 #[test]
-fn a_job_starts_after_its_prerequisites() {
+fn a_job_starts_after_its_dependencies() {
     let mut world = World::new();
     let session = world.gpus("w1", 2);
     world.submit("j1", retries(0));

@@ -159,7 +159,7 @@ async fn workers_with_oversized_fields_cannot_register() {
     huge.devices = (0..1024)
         .map(|index| {
             let mut device = device.clone();
-            device.device.index = index;
+            device.id.index = index;
             (device.memory_total, device.memory_budget) = (u64::MAX, u64::MAX);
             device
         })

@@ -3,7 +3,7 @@
 use super::{Trust, within};
 use crate::support::daemon::Daemon;
 use aitk_common::hash::ContentHash;
-use aitk_common::security::ca::WorkerRequest;
+use aitk_common::security::ca::CertificateRequestWithKey;
 use aitk_common::security::join::{self, JoinToken};
 use aitk_proto::client::{Credentials, connect, connect_with};
 use aitk_proto::v1;
@@ -48,7 +48,7 @@ async fn the_commands_set_up_a_coordinator_a_worker_and_a_user() {
         "{text} {stderr}"
     );
     let invitation = JoinToken::parse(&text).unwrap();
-    let request = WorkerRequest::new(None).unwrap();
+    let request = CertificateRequestWithKey::new(None).unwrap();
     let wire = v1::JoinRequest {
         request: Some(request.request.into()),
         ..v1::JoinRequest::default()

@@ -2,7 +2,7 @@
 
 use super::{PkiServer, eventually, wait_for_audit_line, within};
 use aitk_common::id::UserName;
-use aitk_common::security::ca::WorkerRequest;
+use aitk_common::security::ca::CertificateRequestWithKey;
 use aitk_common::security::join;
 use aitk_proto::client::{ConnectError, connect};
 use aitk_proto::v1;
@@ -64,8 +64,8 @@ async fn a_join_token_works_once() {
 async fn a_repeated_join_with_the_same_key_gets_the_same_certificate() {
     let server = PkiServer::start().await;
     let (text, _) = server.join_token("").await;
-    let request = WorkerRequest::new(Some(&UserName::new("box"))).unwrap();
-    let join = async |server: &PkiServer, request: &WorkerRequest| {
+    let request = CertificateRequestWithKey::new(Some(&UserName::new("box"))).unwrap();
+    let join = async |server: &PkiServer, request: &CertificateRequestWithKey| {
         let clients = within(connect(&server.url(), &text, None)).await.unwrap();
         let wire = v1::JoinRequest {
             request: Some(request.request.clone().into()),
@@ -78,7 +78,7 @@ async fn a_repeated_join_with_the_same_key_gets_the_same_certificate() {
     let first = join(&server, &request).await.unwrap();
     // As if the answer had been lost. It also works after a restart.
     let server = server.restart().await;
-    let repeated = WorkerRequest::with_key_pem(&request.key_pem, Some(&UserName::new("box"))).unwrap();
+    let repeated = CertificateRequestWithKey::with_key_pem(&request.key_pem, Some(&UserName::new("box"))).unwrap();
     let second = join(&server, &repeated).await.unwrap();
     assert_eq!(first.worker_id, second.worker_id);
     assert_eq!(
@@ -91,7 +91,7 @@ async fn a_repeated_join_with_the_same_key_gets_the_same_certificate() {
     })
     .await;
     // Another key is refused, and after a revocation every key is.
-    let other = WorkerRequest::new(Some(&UserName::new("box"))).unwrap();
+    let other = CertificateRequestWithKey::new(Some(&UserName::new("box"))).unwrap();
     assert_eq!(join(&server, &other).await.unwrap_err().code(), Code::Unauthenticated);
     server.revoke("box").await.unwrap();
     assert_eq!(

@@ -135,7 +135,7 @@ async fn a_server_certificate_from_elsewhere_works_with_worker_certificates() {
     let (text, _) = server.join_token("box").await;
     // The token names an authority that did not issue the server's certificate.
     within(connect(&server.url(), &text, None)).await.unwrap_err();
-    let request = aitk_common::security::ca::WorkerRequest::new(None).unwrap();
+    let request = aitk_common::security::ca::CertificateRequestWithKey::new(None).unwrap();
     let clients = within(connect(&server.url(), &text, Some(&cert))).await.unwrap();
     let wire = v1::JoinRequest {
         request: Some(request.request.into()),

@@ -9,7 +9,7 @@ mod unauthenticated;
 use crate::support::{eventually, within};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
-use aitk_common::security::ca::WorkerRequest;
+use aitk_common::security::ca::CertificateRequestWithKey;
 use aitk_coordinator::{Config, CoordinatorHandle, PkiConfig, TlsFiles, ca_folder, init, start};
 use aitk_proto::client::{Clients, ConnectError, Credentials, Trust, connect, connect_with};
 use aitk_proto::v1;
@@ -114,7 +114,7 @@ impl PkiServer {
         name: Option<&str>,
         worker_id: &str,
     ) -> Result<JoinedWorker, Status> {
-        let request = WorkerRequest::new(name.map(UserName::new).as_ref()).unwrap();
+        let request = CertificateRequestWithKey::new(name.map(UserName::new).as_ref()).unwrap();
         let wire = v1::JoinRequest {
             request: Some(request.request.into()),
             host: "gpu.lab".into(),
@@ -171,7 +171,7 @@ impl JoinedWorker {
 
     /// Renews the certificate over a connection that uses the current one.
     pub(crate) async fn renew(&self, clients: &Clients, name: &str) -> Result<Self, Status> {
-        let request = WorkerRequest::new(Some(&UserName::new(name))).unwrap();
+        let request = CertificateRequestWithKey::new(Some(&UserName::new(name))).unwrap();
         let wire = v1::RenewRequest {
             request: Some(request.request.into()),
         };

@@ -227,7 +227,7 @@ pub(crate) fn submission(name: &str) -> Submission {
 
 pub(crate) fn cpu() -> Device {
     Device {
-        device: DeviceRef {
+        id: DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,
         },

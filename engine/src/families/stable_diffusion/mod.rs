@@ -30,9 +30,9 @@ pub use source::SdSource;
 pub use text::load_text_encoders;
 pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides};
 
-use crate::families::encoded_prompts::EncodedPrompts;
 use crate::families::options::PromptReading;
 use crate::families::part_role::PartRole;
+use crate::families::text_embeddings::TextEmbeddings;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::unet::UNet2DConditionModel;
 use crate::models::vae::AutoencoderKl;
@@ -62,7 +62,7 @@ pub struct SdModel {
     /// The text encoders; none if `prompts` takes their place.
     pub text_encoders: Vec<TextEncoder>,
     /// Prompts that were encoded before the model was loaded.
-    prompts: Option<Arc<dyn EncodedPrompts>>,
+    prompts: Option<Arc<dyn TextEmbeddings>>,
     /// Predicts the noise.
     pub unet: UNet2DConditionModel,
     /// Encodes images to latents and decodes them.

@@ -1,4 +1,4 @@
-//! Prompts of several blocks and layers that are left out, against transformers (`tests/reference/make_long_prompts.py`).
+//! Prompts of several chunks and layers that are left out, against transformers (`tests/reference/make_long_prompts.py`).
 
 use super::text::{CONTEXT, POOLED};
 use crate::families::options::{LoadOptions, PromptReading};
@@ -33,8 +33,8 @@ fn long_prompts_and_skipped_layers_match_transformers() {
         };
         let options = LoadOptions {
             prompt_reading: PromptReading {
-                skipped_layers: case["clip_skip"].as_u64().unwrap() as usize - 1,
-                blocks: case["blocks"].as_u64().unwrap() as usize,
+                clip_skip: case["clip_skip"].as_u64().unwrap() as usize - 1,
+                chunks: case["blocks"].as_u64().unwrap() as usize,
                 ..PromptReading::default()
             },
             ..LoadOptions::cpu()

@@ -31,22 +31,17 @@ pub(super) fn encode(
                 _ => prompt.text.as_str(),
             })
             .collect();
-        let PromptReading {
-            skipped_layers, blocks, ..
-        } = encoder.reading;
-        let ids = encoder.tokenizer.encode_blocks(&texts, blocks)?.to_device(device)?;
+        let PromptReading { clip_skip, chunks, .. } = encoder.reading;
+        let ids = encoder.tokenizer.encode_chunks(&texts, chunks)?.to_device(device)?;
         match variant.text_output {
             TextOutput::LastHidden => {
-                contexts.push(join_blocks(
-                    &encoder.model.forward_skipping(&ids, skipped_layers)?,
-                    blocks,
-                )?);
+                contexts.push(join_chunks(&encoder.model.forward_skipping(&ids, clip_skip)?, chunks)?);
             }
             TextOutput::PenultimateAndPooled => {
                 let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids)?;
-                contexts.push(join_blocks(&context, blocks)?);
+                contexts.push(join_chunks(&context, chunks)?);
                 pooled = of_encoder
-                    .map(|pooled| of_first_block(&pooled, blocks))
+                    .map(|pooled| of_first_chunk(&pooled, chunks))
                     .transpose()?
                     .or(pooled);
             }
@@ -63,28 +58,28 @@ pub(super) fn encode(
     })
 }
 
-/// The encoded blocks of each prompt as one text with one start and one end: [b * blocks, n, c] -> [b, blocks * (n - 2) + 2, c].
-fn join_blocks(context: &Tensor, blocks: usize) -> Result<Tensor> {
+/// The encoded chunks of each prompt as one text with one start and one end: [b * chunks, n, c] -> [b, chunks * (n - 2) + 2, c].
+fn join_chunks(context: &Tensor, chunks: usize) -> Result<Tensor> {
     let (rows, n, width) = context.dims3()?;
-    if blocks == 1 {
+    if chunks == 1 {
         return Ok(context.clone());
     }
-    let (prompts, inner) = (rows / blocks, n - 2);
-    let start = context.reshape((prompts, blocks * n, width))?.narrow(1, 0, 1)?;
+    let (prompts, inner) = (rows / chunks, n - 2);
+    let start = context.reshape((prompts, chunks * n, width))?.narrow(1, 0, 1)?;
     let end = context
-        .reshape((prompts, blocks * n, width))?
-        .narrow(1, blocks * n - 1, 1)?;
+        .reshape((prompts, chunks * n, width))?
+        .narrow(1, chunks * n - 1, 1)?;
     let inner = context
         .narrow(1, 1, inner)?
         .contiguous()?
-        .reshape((prompts, blocks * inner, width))?;
+        .reshape((prompts, chunks * inner, width))?;
     Ok(Tensor::cat(&[start, inner, end], 1)?)
 }
 
-/// The pooled text of each prompt: that of its first block, [b * blocks, c] -> [b, c].
-fn of_first_block(pooled: &Tensor, blocks: usize) -> Result<Tensor> {
+/// The pooled text of each prompt: that of its first chunk, [b * chunks, c] -> [b, c].
+fn of_first_chunk(pooled: &Tensor, chunks: usize) -> Result<Tensor> {
     let (rows, width) = pooled.dims2()?;
-    let pooled = pooled.reshape((rows / blocks, blocks, width))?;
+    let pooled = pooled.reshape((rows / chunks, chunks, width))?;
     Ok(pooled.narrow(1, 0, 1)?.squeeze(1)?)
 }
 

@@ -209,39 +209,39 @@ impl ClipTokenizer {
         Ok(Tensor::from_vec(ids, (texts.len(), self.max_length), &Device::Cpu)?)
     }
 
-    /// Prompts of up to `blocks` times 75 tokens -> ids [b * blocks, 77] (u32), the blocks of a prompt one after the other, each with
-    /// start and end tokens, as in sd-scripts (`library/strategy_base.py`). With one block: [`Self::encode`].
+    /// Prompts of up to `chunks` times 75 tokens -> ids [b * chunks, 77] (u32), the chunks of a prompt one after the other, each with
+    /// start and end tokens, as in sd-scripts (`library/strategy_base.py`). With one chunk: [`Self::encode`].
     ///
     /// # Errors
     /// When the tokenizer fails.
-    pub fn encode_blocks(&self, texts: &[&str], blocks: usize) -> Result<Tensor> {
-        if blocks <= 1 {
+    pub fn encode_chunks(&self, texts: &[&str], chunks: usize) -> Result<Tensor> {
+        if chunks <= 1 {
             return self.encode(texts);
         }
-        let of_block = self.max_length - 2;
-        let mut ids = Vec::with_capacity(texts.len() * blocks * self.max_length);
+        let of_chunk = self.max_length - 2;
+        let mut ids = Vec::with_capacity(texts.len() * chunks * self.max_length);
         for text in texts {
             let mut tokens = self.tokens(text)?;
-            tokens.truncate(of_block * blocks);
-            // As if the prompt were one long block: its end token is there once.
-            let last = if tokens.len() == of_block * blocks {
+            tokens.truncate(of_chunk * chunks);
+            // As if the prompt were one long chunk: its end token is there once.
+            let last = if tokens.len() == of_chunk * chunks {
                 self.eos
             } else {
                 self.pad
             };
             tokens.push(self.eos);
-            tokens.resize(of_block * blocks + 1, self.pad);
-            for block in tokens.chunks_exact(of_block) {
+            tokens.resize(of_chunk * chunks + 1, self.pad);
+            for chunk in tokens.chunks_exact(of_chunk) {
                 let start = ids.len();
                 ids.push(self.bos);
-                ids.extend_from_slice(block);
+                ids.extend_from_slice(chunk);
                 ids.push(last);
                 if self.pad == self.eos {
                     continue;
                 }
-                // Where padding is not the end token, a block that is full or empty gets one.
-                if ![self.eos, self.pad].contains(&ids[start + of_block]) {
-                    ids[start + of_block + 1] = self.eos;
+                // Where padding is not the end token, a chunk that is full or empty gets one.
+                if ![self.eos, self.pad].contains(&ids[start + of_chunk]) {
+                    ids[start + of_chunk + 1] = self.eos;
                 }
                 if ids[start + 1] == self.pad {
                     ids[start + 1] = self.eos;
@@ -250,7 +250,7 @@ impl ClipTokenizer {
         }
         Ok(Tensor::from_vec(
             ids,
-            (texts.len() * blocks, self.max_length),
+            (texts.len() * chunks, self.max_length),
             &Device::Cpu,
         )?)
     }

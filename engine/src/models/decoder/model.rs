@@ -7,7 +7,7 @@ use super::layout::{Layout, Positions, check_positions};
 use super::token_mask::TokenMask;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
-use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear};
+use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear_with_weight};
 use crate::weights::{Index, QuantizationConfig, TrainableFilter, Weight, Weights};
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::Path;
@@ -221,7 +221,7 @@ impl Decoder {
     pub fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
         match &self.output {
             Some(output) => output.forward(hidden),
-            None => linear(hidden, &self.embedding.weight().dense()?, None),
+            None => linear_with_weight(hidden, self.embedding.weight(), None),
         }
     }
 

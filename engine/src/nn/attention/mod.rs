@@ -3,8 +3,8 @@
 //! On every device, queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5
 //! at 512 pixels) is never in memory; the backward pass recomputes the scores.
 
-mod cpu_op;
 mod kernel;
+mod operation;
 mod sizes;
 mod softmax;
 mod tensors;
@@ -13,7 +13,7 @@ mod tests;
 
 use crate::autograd::apply;
 use candle_core::Tensor;
-use cpu_op::AttentionOp;
+use operation::AttentionOp;
 use sizes::Sizes;
 pub use softmax::softmax;
 

@@ -35,7 +35,7 @@ impl Geometry {
                 None => 0.0,
             };
             let out = MatMut::new(y, self.outputs, pixels);
-            cpu::gemm(out, weight, Mat::new(x, depth, pixels), beta, 1.0, cpu::threads())?;
+            cpu::gemm(out, weight, Mat::new(x, depth, pixels), 1.0, beta, cpu::threads())?;
         }
         Ok(y)
     }
@@ -105,7 +105,7 @@ impl Geometry {
             self.gather(dy, tile, &mut flat);
             let grad = Mat::new(&flat, self.outputs, columns);
             let out = MatMut::new(&mut col, depth, columns);
-            cpu::gemm(out, weight, grad, 0.0, 1.0, cpu::threads())?;
+            cpu::gemm(out, weight, grad, 1.0, 0.0, cpu::threads())?;
             self.col2im(&col, tile, &mut dx);
         }
         Ok(dx)

@@ -58,12 +58,12 @@ impl LowRankConv {
     }
 }
 
-/// Computes `out[i] = beta * out[i] + alpha * a * b[i]` for every image `i` of the batch.
-fn per_image(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, beta, alpha): (usize, f32, f32)) -> Result<()> {
+/// Computes `out[i] = alpha * a * b[i] + beta * out[i]` for every image `i` of the batch.
+fn per_image(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, alpha, beta): (usize, f32, f32)) -> Result<()> {
     let (to, from) = ((a.rows * pixels).max(1), (a.cols * pixels).max(1));
     for (out, b) in out.chunks_mut(to).zip(b.chunks(from)) {
         let b = Mat::new(b, a.cols, pixels);
-        cpu::gemm(MatMut::new(out, a.rows, pixels), a, b, beta, alpha, cpu::threads())?;
+        cpu::gemm(MatMut::new(out, a.rows, pixels), a, b, alpha, beta, cpu::threads())?;
     }
     Ok(())
 }
@@ -93,7 +93,7 @@ impl Operation<3> for LowRankConv {
             }
             let mut y = run(weight)?;
             let h = s.low_rank.forward(x, down, None)?;
-            per_image(&mut y, Mat::new(up, outputs, rank), &h, (s.pixels, 1.0, self.scale))?;
+            per_image(&mut y, Mat::new(up, outputs, rank), &h, (s.pixels, self.scale, 1.0))?;
             Ok(y)
         })??;
         Ok((y, (s.full.batch, outputs, s.full.out_h, s.full.out_w).into()))
@@ -110,7 +110,7 @@ impl Operation<3> for LowRankConv {
                 up.with(|u| {
                     let mut dh = vec![0f32; s.full.batch * rank * s.pixels];
                     let u_mat = Mat::new(u, outputs, rank);
-                    per_image(&mut dh, u_mat.t(), dy, (s.pixels, 0.0, self.scale))?;
+                    per_image(&mut dh, u_mat.t(), dy, (s.pixels, self.scale, 0.0))?;
                     if needs_factors {
                         x.with(|x| {
                             let h = s.low_rank.forward(x, d, None)?;
@@ -119,7 +119,7 @@ impl Operation<3> for LowRankConv {
                             for (dy, h) in images.zip(h.chunks((rank * s.pixels).max(1))) {
                                 let (dy, h) = (Mat::new(dy, outputs, s.pixels), Mat::new(h, rank, s.pixels));
                                 let out = MatMut::new(&mut sum, outputs, rank);
-                                cpu::gemm(out, dy, h.t(), 1.0, self.scale, cpu::threads())?;
+                                cpu::gemm(out, dy, h.t(), self.scale, 1.0, cpu::threads())?;
                             }
                             d_up = tensor(sum, up.shape())?;
                             d_down = tensor(s.low_rank.backward_weight(x, &dh), down.shape())?;

@@ -56,7 +56,7 @@ impl<'a> MatMut<'a> {
     }
 }
 
-/// Computes `out = beta * out + alpha * a * b` on `threads` threads.
+/// Computes `out = alpha * a * b + beta * out` on `threads` threads.
 ///
 /// # Errors
 /// When the shapes do not match, or a slice is too short.
@@ -64,8 +64,8 @@ pub(crate) fn gemm(
     out: MatMut<'_>,
     a: Mat<'_>,
     b: Mat<'_>,
-    beta: f32,
     alpha: f32,
+    beta: f32,
     threads: usize,
 ) -> candle_core::Result<()> {
     use mat::extent;

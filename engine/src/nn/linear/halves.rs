@@ -85,7 +85,7 @@ impl<'a> HalfWeight<'a> {
             }
             let out = MatMut::strided(&mut y[part.start..], rows, part.len(), outputs);
             let (x, weight) = (Mat::new(x, rows, inputs), Mat::new(&block, part.len(), inputs));
-            cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
+            cpu::gemm(out, x, weight.t(), 1.0, beta, cpu::threads())?;
         }
         match few {
             true => Ok((transpose_slice(&y, [1, outputs, rows]), dims.into())),
@@ -105,7 +105,7 @@ impl<'a> HalfWeight<'a> {
             self.widen(0..outputs, part.clone(), &mut block);
             let out = MatMut::strided(dx.get_mut(part.start..).unwrap_or_default(), rows, part.len(), inputs);
             let (dy, weight) = (Mat::new(dy, rows, outputs), Mat::new(&block, outputs, part.len()));
-            cpu::gemm(out, dy, weight, 0.0, 1.0, cpu::threads())?;
+            cpu::gemm(out, dy, weight, 1.0, 0.0, cpu::threads())?;
         }
         Ok(dx)
     }

@@ -51,7 +51,7 @@ pub(super) fn multiply(
     let (mut y, beta) = output_with_bias(bias, rows, outputs)?;
     let out = cpu::MatMut::new(&mut y, rows, outputs);
     let (x, weight) = (cpu::Mat::new(x, rows, inputs), cpu::Mat::new(weight, outputs, inputs));
-    cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
+    cpu::gemm(out, x, weight.t(), 1.0, beta, cpu::threads())?;
     Ok((y, dims.into()))
 }
 
@@ -121,8 +121,8 @@ pub(super) fn backward_input(x: &Shape, weight: &Tensor, gradient: &Tensor) -> c
                 cpu::MatMut::new(&mut dx, rows, inputs),
                 dy,
                 weight,
-                0.0,
                 1.0,
+                0.0,
                 cpu::threads(),
             )
         })

@@ -40,7 +40,7 @@ impl LowRankLinear {
 /// Computes `alpha * a * b` into a new matrix.
 fn product(a: Mat<'_>, b: Mat<'_>, alpha: f32) -> Result<Vec<f32>> {
     let mut out = vec![0f32; a.rows * b.cols];
-    cpu::gemm(MatMut::new(&mut out, a.rows, b.cols), a, b, 0.0, alpha, cpu::threads())?;
+    cpu::gemm(MatMut::new(&mut out, a.rows, b.cols), a, b, alpha, 0.0, cpu::threads())?;
     Ok(out)
 }
 
@@ -59,7 +59,7 @@ impl Operation<3> for LowRankLinear {
             let h = product(x, Mat::new(down, t.rank, t.inputs).t(), 1.0)?;
             let (h, up) = (Mat::new(&h, t.rows, t.rank), Mat::new(up, t.outputs, t.rank).t());
             let out = MatMut::new(&mut y, t.rows, t.outputs);
-            cpu::gemm(out, h, up, 1.0, self.scale, cpu::threads())?;
+            cpu::gemm(out, h, up, self.scale, 1.0, cpu::threads())?;
             candle_core::Result::Ok((y, shape))
         };
         if let Some((format, bytes)) = self.weight.half_bytes()? {

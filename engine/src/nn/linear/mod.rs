@@ -1,5 +1,6 @@
 //! Linear layers.
 
+mod few_rows;
 mod halves;
 mod kernels;
 mod low_rank;
@@ -118,7 +119,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core
     linear_with_weight(x, &Weight::Plain(weight.clone()), bias)
 }
 
-fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+pub(crate) fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     let &[outputs, inputs] = weight.dims() else {
         candle_core::bail!("linear: expected a weight of two dimensions, found {:?}", weight.dims());
     };
@@ -156,6 +157,18 @@ struct FrozenLinear {
     bias: Option<Tensor>,
 }
 
+impl FrozenLinear {
+    /// The product with a weight whose stored form is read row by row. `None` for other forms.
+    fn multiply_few_rows(&self, x: &[f32], shape: &Shape) -> candle_core::Result<Option<(Vec<f32>, Shape)>> {
+        let Weight::Quantized(weight) = &self.weight else {
+            return Ok(None);
+        };
+        with_bias(self.bias.as_ref(), |bias| {
+            weight.with_rows(|rows| rows.map(|rows| few_rows::multiply(rows, x, shape, bias)).transpose())?
+        })
+    }
+}
+
 impl Operation<1> for FrozenLinear {
     const NAME: &'static str = "frozen-linear";
 
@@ -164,6 +177,11 @@ impl Operation<1> for FrozenLinear {
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> ForwardResult {
+        if rows_of(shape) <= few_rows::MAX_ROWS
+            && let Some(y) = self.multiply_few_rows(x, shape)?
+        {
+            return Ok(y);
+        }
         if let Some((format, bytes)) = self.weight.half_bytes()? {
             let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
             return with_bias(self.bias.as_ref(), |bias| weight.multiply(x, shape, bias));

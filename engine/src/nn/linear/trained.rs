@@ -27,7 +27,7 @@ impl TrainedLinear {
             cpu::with_slice(gradient, |dy| {
                 let (dy, x) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(x, rows, inputs));
                 let out = cpu::MatMut::new(&mut dw, outputs, inputs);
-                cpu::gemm(out, dy.t(), x, 0.0, 1.0, cpu::threads())
+                cpu::gemm(out, dy.t(), x, 1.0, 0.0, cpu::threads())
             })
         })???;
         Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])

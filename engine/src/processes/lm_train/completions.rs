@@ -1,9 +1,9 @@
-//! Completions of the config's prompts during a run: each time the most likely token.
+//! Completions of the config's prompts during a run, with greedy decoding.
 
 use super::super::context::Context;
+use super::super::rate::Progress;
 use super::run::Run;
 use crate::error::{EngineError, Result};
-use aitk_common::attempt::ChildEvent;
 use aitk_common::fsutil;
 use candle_core::{D, DType, Tensor};
 use serde_json::json;
@@ -23,19 +23,24 @@ impl Run<'_> {
         self.completions_path(step).is_file()
     }
 
-    /// Completes the prompts after `step` steps, writes the texts into `samples/STEP.jsonl` and logs them. Without prompts nothing is done.
-    pub(super) fn complete_prompts(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+    /// Completes the prompts after `step` steps, writes the texts into `samples/STEP.jsonl` and logs them. Returns `false` if it was stopped:
+    /// then nothing is written. Without prompts nothing is done.
+    pub(super) fn complete_prompts(&mut self, cx: &mut Context<'_>, step: u64) -> Result<bool> {
         let prompts = &self.process.sample.prompts;
         if prompts.is_empty() {
-            return Ok(());
+            return Ok(true);
         }
         cx.phase("sampling");
+        let mut progress = Progress::new();
         let mut lines = String::new();
         for (index, prompt) in prompts.iter().enumerate() {
-            if cx.stop.is_set() {
-                return Ok(());
-            }
-            let completion = self.complete(prompt, cx)?;
+            let mut go_on = || {
+                progress.keep_alive(cx, step, self.steps);
+                !cx.stop.is_set()
+            };
+            let Some(completion) = self.complete(prompt, &mut go_on)? else {
+                return Ok(false);
+            };
             let line = json!({"step": step, "prompt": prompt, "completion": &completion});
             lines.push_str(&format!("{line}\n"));
             let shown: String = completion.chars().take(SHOWN).collect();
@@ -49,11 +54,12 @@ impl Run<'_> {
         let path = self.completions_path(step);
         fsutil::write_atomic(&path, |out| out.write_all(lines.as_bytes()))?;
         cx.artifact("completions", &self.folder.root, &path, Some(step), None);
-        Ok(())
+        Ok(true)
     }
 
-    /// The most likely continuation of a prompt, of at most `max_new_tokens` tokens.
-    fn complete(&self, prompt: &str, cx: &mut Context<'_>) -> Result<String> {
+    /// The greedy continuation of a prompt, of at most `max_new_tokens` tokens. `go_on` is called before each token; `None` if it returned
+    /// `false`.
+    fn complete(&self, prompt: &str, go_on: &mut dyn FnMut() -> bool) -> Result<Option<String>> {
         let Some(tokenizer) = &self.tokenizer else {
             return Err(EngineError::Internal("a prompt without a tokenizer".into()));
         };
@@ -70,7 +76,10 @@ impl Run<'_> {
         let mut caches = [model.new_cache()];
         let mut new: Vec<u32> = Vec::new();
         let mut next = ids;
-        for number in 0..count {
+        for _ in 0..count {
+            if !go_on() {
+                return Ok(None);
+            }
             let input = Tensor::from_slice(&next, (1, next.len()), model.device())?;
             let token = self.target.in_inference(|| -> Result<u32> {
                 let hidden = model.next(&input, &mut caches)?;
@@ -83,16 +92,7 @@ impl Run<'_> {
             }
             new.push(token);
             next = vec![token];
-            // A sign of life: a token of a large model may take a second.
-            if number % 32 == 31 {
-                cx.events.emit(ChildEvent::Phase {
-                    name: "sampling".into(),
-                });
-                if cx.stop.is_set() {
-                    break;
-                }
-            }
         }
-        tokenizer.decode(&new)
+        tokenizer.decode(&new).map(Some)
     }
 }

@@ -1,6 +1,7 @@
 //! The data of a run: trained and held-out rows.
 
 use super::super::context::Context;
+use super::super::rate::Progress;
 use crate::data::tokens::DocumentStore;
 use crate::data::tokens::{
     DataSource, DocumentTokenizer, FimRates, ReadOptions, RowOrder, RowPlan, SourceKind, TokenBatch, read_documents,
@@ -9,9 +10,6 @@ use crate::error::{EngineError, Result};
 use aitk_common::job::lm_trainer::{LmDatasetConfig, LmDatasetKind, LmTrainerProcess};
 use std::path::Path;
 use std::time::{Duration, Instant};
-
-/// How often a sign of life is sent while data is read.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The rows of a run.
 pub(super) struct Data {
@@ -48,15 +46,13 @@ impl Data {
             tokenizer,
             model,
         };
-        let mut last_sign = Instant::now();
+        let mut progress = Progress::new();
+        let steps = process.train.steps.unwrap_or(0);
         let read = read_documents(&sources, options, folder, &mut |_| {
             if cx.stop.is_set() || limit.is_some_and(|limit| started.elapsed() >= limit) {
                 return Err(EngineError::Stopped);
             }
-            if last_sign.elapsed() >= KEEP_ALIVE_INTERVAL {
-                last_sign = Instant::now();
-                cx.phase("reading data");
-            }
+            progress.keep_alive(cx, 0, steps);
             Ok(())
         })?;
         for note in read.notes {

@@ -38,7 +38,7 @@ impl Run<'_> {
         }
         self.apply_retention(cx, step)?;
         if self.process.sample.is_due(step, self.steps) && !self.has_completions(step) {
-            self.complete_prompts(cx, step)?;
+            let _complete = self.complete_prompts(cx, step)?;
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ fn adapter_config(network: &LmNetworkConfig) -> AdapterConfig {
     AdapterConfig {
         rank: network.linear as usize,
         alpha: network.alpha(),
-        has_alpha_file: true,
+        alpha_in_config: true,
         only_if_contains: network.only_if_contains.0.clone(),
         ignore_if_contains: network.ignore_if_contains.0.clone(),
         ..AdapterConfig::default()

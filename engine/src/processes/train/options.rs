@@ -199,7 +199,7 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
         whole_in_out: kwargs.full_train_in_out,
         parameter_threshold: kwargs.parameter_threshold,
         blocks_only: network.transformer_only,
-        has_alpha_file: false,
+        alpha_in_config: false,
     };
     if network.kind != NetworkType::Lokr || !network.lokr_full_rank {
         return config;

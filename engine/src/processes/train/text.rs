@@ -12,7 +12,7 @@ use crate::data::{TextCache, TextKey, dropped_caption};
 use crate::device::Compute;
 use crate::error::Result;
 use crate::families::{Prompt, PromptReading};
-use crate::training::TextEmbeddings;
+use crate::training::CachedTextEmbeddings;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub(super) fn encode(
     data: &TrainingData,
     compute: &Compute,
     cx: &mut Context<'_>,
-) -> Result<Option<TextEmbeddings>> {
+) -> Result<Option<CachedTextEmbeddings>> {
     cx.phase("caching text embeddings");
     let model = &process.model;
     let path = cx.local_path(&model.name_or_path)?;
@@ -50,7 +50,7 @@ pub(super) fn encode(
         dtype: compute.dtype.as_str().to_owned(),
         quantization: quantization.unwrap_or_default(),
     });
-    let mut embeddings = TextEmbeddings::new(cache);
+    let mut embeddings = CachedTextEmbeddings::new(cache);
     add_prompts(process, seed, data, &mut embeddings);
 
     let missing = embeddings.missing();
@@ -85,8 +85,8 @@ fn text_space(model: &ModelConfig) -> String {
         true => name.to_string(),
         false => format!(
             "{name}, {} layers skipped, {} blocks of tokens, {}",
-            reading.skipped_layers,
-            reading.blocks,
+            reading.clip_skip,
+            reading.chunks,
             if reading.masks_padding {
                 "padding masked"
             } else {
@@ -97,7 +97,7 @@ fn text_space(model: &ModelConfig) -> String {
 }
 
 /// Adds every prompt of the run.
-fn add_prompts(process: &TrainerProcess, seed: u64, data: &TrainingData, embeddings: &mut TextEmbeddings) {
+fn add_prompts(process: &TrainerProcess, seed: u64, data: &TrainingData, embeddings: &mut CachedTextEmbeddings) {
     // Prompts that belong to no image have their files next to the first one.
     let first = data.datasets.iter().find_map(|dataset| dataset.items.first());
     let (image, derived) = first.map_or((Path::new("prompt"), None), |item| {

@@ -1,7 +1,7 @@
 //! Prompts that are encoded before the model is loaded: the same results, files that are checked, text encoders that go.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use crate::families::{self, Conditioning, EncodedPrompts, LoadOptions, PartRole, Prompt};
+use crate::families::{self, Conditioning, LoadOptions, PartRole, Prompt, TextEmbeddings};
 use crate::testing::{fixtures, in_portable_mode, runs_all_cases, sampled_cases, zimage_folder};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
@@ -275,7 +275,7 @@ fn text_encoders_are_loaded_once_and_a_second_run_does_not_need_them() {
 
         #[derive(Debug)]
         struct Nothing;
-        impl EncodedPrompts for Nothing {
+        impl TextEmbeddings for Nothing {
             fn get(&self, prompt: &Prompt) -> crate::error::Result<Conditioning> {
                 Err(crate::error::EngineError::bad_input(format!("not `{}`", prompt.text)))
             }

@@ -295,7 +295,7 @@ pub(crate) async fn eventually(what: &str, mut is_true: impl FnMut() -> bool) {
 
 pub(crate) fn device() -> Device {
     Device {
-        device: DeviceRef {
+        id: DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,
         },

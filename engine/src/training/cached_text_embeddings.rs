@@ -2,7 +2,7 @@
 
 use crate::data::TextCache;
 use crate::error::{EngineError, Result};
-use crate::families::{Conditioning, EncodedPrompts, Prompt};
+use crate::families::{Conditioning, Prompt, TextEmbeddings};
 use candle_core::Device;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ const MAX_BYTES_IN_MEMORY: usize = 2 << 30;
 
 /// The encoded prompts of a run. Caching does not change them: they are stored in the dtype in which the model uses them.
 #[derive(Debug)]
-pub struct TextEmbeddings {
+pub struct CachedTextEmbeddings {
     cache: TextCache,
     /// The file of each prompt, in the order in which they are encoded.
     files: BTreeMap<Prompt, PathBuf>,
@@ -25,7 +25,7 @@ fn texts(prompt: &Prompt) -> [&str; 2] {
     [&prompt.text, prompt.text_2.as_deref().unwrap_or(&prompt.text)]
 }
 
-impl TextEmbeddings {
+impl CachedTextEmbeddings {
     /// Without any prompt.
     #[must_use]
     pub fn new(cache: TextCache) -> Self {
@@ -104,7 +104,7 @@ fn unknown(prompt: &Prompt) -> EngineError {
     ))
 }
 
-impl EncodedPrompts for TextEmbeddings {
+impl TextEmbeddings for CachedTextEmbeddings {
     fn get(&self, prompt: &Prompt) -> Result<Conditioning> {
         if let Some(conditioning) = self.memory.get(prompt) {
             return Ok(conditioning.clone());

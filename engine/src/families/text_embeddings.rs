@@ -6,7 +6,7 @@ use candle_core::Device;
 use std::fmt::Debug;
 
 /// Prompts that were encoded before the model was loaded. A model that is loaded with them has no text encoders.
-pub trait EncodedPrompts: Send + Sync + Debug {
+pub trait TextEmbeddings: Send + Sync + Debug {
     /// The conditioning of one prompt, on the CPU, in the dtype of the model.
     ///
     /// # Errors
@@ -17,8 +17,8 @@ pub trait EncodedPrompts: Send + Sync + Debug {
 /// The conditioning of several prompts, on `device`.
 ///
 /// # Errors
-/// As [`EncodedPrompts::get`].
-pub(super) fn look_up(encoded: &dyn EncodedPrompts, prompts: &[Prompt], device: &Device) -> Result<Conditioning> {
+/// As [`TextEmbeddings::get`].
+pub(super) fn look_up(encoded: &dyn TextEmbeddings, prompts: &[Prompt], device: &Device) -> Result<Conditioning> {
     let all = prompts.iter().map(|prompt| encoded.get(prompt));
     let all = all.collect::<Result<Vec<_>>>()?;
     Conditioning::cat(&all.iter().collect::<Vec<_>>())?.to_device(device)

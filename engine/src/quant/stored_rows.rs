@@ -1,0 +1,289 @@
+//! Rows of a stored weight as float32, a part at a time, for products that read each weight once.
+
+use super::codes::Code;
+use super::halves::HalfFormat;
+use candle_core::quantized::GgmlDType;
+
+/// Bytes of a block of 32 weights in `q8_0`: a scale, and a signed byte for each weight.
+const Q8_0_BYTES: usize = 2 + 32;
+/// Bytes of a block of 256 weights in `q4_k`: two scales, 12 bytes with eight pairs of 6 bits, and half a byte for each weight.
+const Q4_K_BYTES: usize = 2 + 2 + 12 + 128;
+/// Bytes of a block of 256 weights in `q6_k`: 4 bits and 2 bits of each weight, 16 signed scales of 16 weights, and a scale of them all.
+const Q6_K_BYTES: usize = 128 + 64 + 16 + 2;
+
+/// The numbers of a weight [outputs, inputs] in the form in which they are stored.
+#[derive(Clone, Copy)]
+pub(crate) struct StoredRows<'a> {
+    format: Format<'a>,
+    outputs: usize,
+    inputs: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Format<'a> {
+    Half(HalfFormat, &'a [[u8; 2]]),
+    Q8_0(&'a [[u8; Q8_0_BYTES]]),
+    Q4K(&'a [[u8; Q4_K_BYTES]]),
+    Q6K(&'a [[u8; Q6_K_BYTES]]),
+    /// A byte for each weight, 128 for zero, and a scale for each output.
+    Int8(&'a [u8], &'a [f32]),
+}
+
+impl<'a> StoredRows<'a> {
+    /// A weight of 16-bit floats. `None` if the bytes do not match the shape.
+    pub(crate) fn halves(format: HalfFormat, bytes: &'a [u8], dims: &[usize]) -> Option<Self> {
+        let (numbers, rest) = bytes.as_chunks();
+        Self::new(Format::Half(format, numbers), numbers.len(), 1, dims).filter(|_| rest.is_empty())
+    }
+
+    /// A weight in blocks of GGUF. `None` for formats that are not read here, and if blocks span several rows.
+    pub(super) fn blocks(format: GgmlDType, bytes: &'a [u8], dims: &[usize]) -> Option<Self> {
+        match format {
+            GgmlDType::BF16 => Self::halves(HalfFormat::Bf16, bytes, dims),
+            GgmlDType::F16 => Self::halves(HalfFormat::F16, bytes, dims),
+            GgmlDType::Q8_0 => {
+                let blocks = bytes.as_chunks().0;
+                Self::new(Format::Q8_0(blocks), blocks.len() * 32, 32, dims)
+            }
+            GgmlDType::Q4K => {
+                let blocks = bytes.as_chunks().0;
+                Self::new(Format::Q4K(blocks), blocks.len() * 256, 256, dims)
+            }
+            GgmlDType::Q6K => {
+                let blocks = bytes.as_chunks().0;
+                Self::new(Format::Q6K(blocks), blocks.len() * 256, 256, dims)
+            }
+            _ => None,
+        }
+    }
+
+    /// A weight in codes with scales. `None` for formats that are not read here.
+    pub(super) fn codes(
+        code: Code,
+        bytes: &'a [u8],
+        scales: &'a [f32],
+        per_scale: usize,
+        dims: &[usize],
+    ) -> Option<Self> {
+        match code {
+            Code::Int8 => Self::new(Format::Int8(bytes, scales), bytes.len(), 1, dims)
+                .filter(|rows| per_scale == rows.inputs && scales.len() == rows.outputs),
+            _ => None,
+        }
+    }
+
+    fn new(format: Format<'a>, count: usize, per_block: usize, dims: &[usize]) -> Option<Self> {
+        let [outputs, inputs] = *dims else {
+            return None;
+        };
+        let fits = inputs.is_multiple_of(per_block) && outputs.checked_mul(inputs) == Some(count);
+        fits.then_some(Self {
+            format,
+            outputs,
+            inputs,
+        })
+    }
+
+    /// The number of rows.
+    pub(crate) fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// The numbers of a row.
+    pub(crate) fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Writes the numbers of a row from `start` on, which is a multiple of 256. `to` ends with the row, or its length is a multiple of
+    /// 256 too.
+    // Inlined, so that it is compiled for the vector unit of the caller.
+    #[inline(always)]
+    pub(crate) fn read(&self, output: usize, start: usize, to: &mut [f32]) {
+        let at = output * self.inputs + start;
+        match self.format {
+            Format::Half(format, numbers) => format.widen(&numbers[at..at + to.len()], to),
+            Format::Q8_0(blocks) => {
+                let (parts, _) = to.as_chunks_mut::<32>();
+                for (to, block) in parts.iter_mut().zip(&blocks[at / 32..]) {
+                    read_q8_0(block, to);
+                }
+            }
+            Format::Q4K(blocks) => {
+                let (parts, _) = to.as_chunks_mut::<256>();
+                for (to, block) in parts.iter_mut().zip(&blocks[at / 256..]) {
+                    read_q4_k(block, to);
+                }
+            }
+            Format::Q6K(blocks) => {
+                let (parts, _) = to.as_chunks_mut::<256>();
+                for (to, block) in parts.iter_mut().zip(&blocks[at / 256..]) {
+                    read_q6_k(block, to);
+                }
+            }
+            Format::Int8(codes, scales) => {
+                let scale = scales[output];
+                for (to, code) in to.iter_mut().zip(&codes[at..]) {
+                    *to = (f32::from(*code) - 128.0) * scale;
+                }
+            }
+        }
+    }
+}
+
+/// The number of these two bytes, the low one first, in half precision. Without the library's check of the processor, which would take
+/// longer than the conversion.
+#[inline(always)]
+fn half(low: u8, high: u8) -> f32 {
+    let bits = u32::from(u16::from_le_bytes([low, high]));
+    let (sign, rest) = ((bits & 0x8000) << 16, bits & 0x7FFF);
+    let size = match rest < 0x7C00 {
+        // 2^112 is the difference of the exponents' biases; the product is exact, also for numbers below the normal ones.
+        true => f32::from_bits(rest << 13) * f32::from_bits((127 + 112) << 23),
+        false => f32::from_bits(rest << 13 | 0x7F80_0000),
+    };
+    f32::from_bits(size.to_bits() | sign)
+}
+
+#[inline(always)]
+fn read_q8_0(block: &[u8; Q8_0_BYTES], to: &mut [f32; 32]) {
+    let scale = half(block[0], block[1]);
+    for (to, code) in to.iter_mut().zip(&block[2..]) {
+        *to = f32::from(code.cast_signed()) * scale;
+    }
+}
+
+#[inline(always)]
+fn read_q4_k(block: &[u8; Q4_K_BYTES], to: &mut [f32; 256]) {
+    let (scale, min) = (half(block[0], block[1]), half(block[2], block[3]));
+    let packed = |at: usize| block[4 + at];
+    // Scale and minimum of part `at` of 32 weights: 6 bits each, those of the last four parts in two places.
+    let factors = |at: usize| match at < 4 {
+        true => (packed(at) & 63, packed(at + 4) & 63),
+        false => (
+            packed(at + 4) & 15 | packed(at - 4) >> 6 << 4,
+            packed(at + 4) >> 4 | packed(at) >> 6 << 4,
+        ),
+    };
+    let (codes, _) = block[16..].as_chunks::<32>();
+    let (parts, _) = to.as_chunks_mut::<64>();
+    for (pair, (to, codes)) in parts.iter_mut().zip(codes).enumerate() {
+        let (low, high) = to.split_at_mut(32);
+        for (which, to) in [low, high].into_iter().enumerate() {
+            let (scale_code, min_code) = factors(2 * pair + which);
+            let (scale, min) = (scale * f32::from(scale_code), min * f32::from(min_code));
+            for (to, code) in to.iter_mut().zip(codes) {
+                let code = if which == 0 { code & 15 } else { code >> 4 };
+                *to = scale * f32::from(code) - min;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn read_q6_k(block: &[u8; Q6_K_BYTES], to: &mut [f32; 256]) {
+    let scale = half(block[208], block[209]);
+    // Two halves of 128 weights, each in four parts of 32: the low four bits of parts 0 and 2 share bytes, and of parts 1 and 3; the
+    // high two bits of all four parts share bytes.
+    for (which, to) in to.as_chunks_mut::<128>().0.iter_mut().enumerate() {
+        let (low, high) = (&block[64 * which..][..64], &block[128 + 32 * which..][..32]);
+        let scales = &block[192 + 8 * which..][..8];
+        for (part, to) in to.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            let low = &low[32 * (part & 1)..][..32];
+            let (low_shift, high_shift) = (4 * (part >> 1), 2 * part);
+            for (i, to) in to.iter_mut().enumerate() {
+                let code = (low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4;
+                let factor = scale * f32::from(scales[2 * part + i / 16].cast_signed());
+                *to = factor * (f32::from(code) - 32.0);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::rng::TorchGenerator;
+    use candle_core::quantized::{QStorage, QTensor};
+    use candle_core::{Device, Tensor};
+    use std::borrow::Cow;
+
+    #[test]
+    fn every_number_in_half_precision_is_exact() {
+        for bits in 0..=u16::MAX {
+            let [low, high] = bits.to_le_bytes();
+            let (found, expected) = (half(low, high), half::f16::from_bits(bits).to_f32());
+            assert!(
+                found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan(),
+                "{bits:#x}"
+            );
+        }
+    }
+
+    /// Blocks of random bytes, whose scales are numbers: each weight is the one that candle computes.
+    #[test]
+    fn blocks_are_read_as_candle_reads_them() {
+        let mut generator = TorchGenerator::manual_seed(3);
+        for (format, block, scales) in [
+            (GgmlDType::Q8_0, 34, vec![1]),
+            (GgmlDType::Q4K, 144, vec![1, 3]),
+            (GgmlDType::Q6K, 210, vec![209]),
+            (GgmlDType::BF16, 2, vec![1]),
+            (GgmlDType::F16, 2, vec![1]),
+        ] {
+            let dims = [5, 1280];
+            let count = 5 * 1280 / format.block_size() * block;
+            let mut bytes: Vec<u8> = (0..count).map(|_| generator.next_u64() as u8).collect();
+            for block in bytes.chunks_mut(block) {
+                for at in &scales {
+                    // No infinity: the exponent is not full.
+                    block[*at] &= 0xBB;
+                }
+            }
+            let storage = QStorage::from_data(Cow::Borrowed(&bytes), &Device::Cpu, format).unwrap();
+            let expected = QTensor::new(storage, &dims).unwrap().dequantize(&Device::Cpu).unwrap();
+            let expected: Vec<Vec<f32>> = expected.to_vec2().unwrap();
+            let rows = StoredRows::blocks(format, &bytes, &dims).unwrap();
+            for (output, expected) in expected.iter().enumerate() {
+                for start in [0, 256, 1024] {
+                    let mut found = vec![0f32; (dims[1] - start).min(512)];
+                    rows.read(output, start, &mut found);
+                    for (found, expected) in found.iter().zip(&expected[start..]) {
+                        assert!(
+                            (found - expected).abs() <= 1e-6 * expected.abs(),
+                            "{format:?}: {found} {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Codes with a scale for each row.
+    #[test]
+    fn codes_are_read_as_they_are_dequantised() {
+        let plain = Tensor::from_vec(TorchGenerator::manual_seed(4).randn(3 * 300), (3, 300), &Device::Cpu).unwrap();
+        let weight = super::super::Quantized::quantize(&plain, aitk_common::job::QType::Int8)
+            .unwrap()
+            .unwrap();
+        let expected: Vec<Vec<f32>> = weight.dequantize().unwrap().to_vec2().unwrap();
+        let found = weight.with_rows(|rows| {
+            let rows = rows.unwrap();
+            let mut found = vec![0f32; 300];
+            rows.read(2, 0, &mut found[..256]);
+            rows.read(2, 256, &mut found[256..]);
+            found
+        });
+        assert_eq!(found.unwrap(), expected[2]);
+    }
+
+    #[test]
+    fn other_shapes_are_not_read() {
+        let bytes = [0; 34 * 6];
+        assert!(StoredRows::blocks(GgmlDType::Q8_0, &bytes, &[3, 64]).is_some());
+        assert!(StoredRows::blocks(GgmlDType::Q8_0, &bytes, &[4, 48]).is_none());
+        assert!(StoredRows::blocks(GgmlDType::Q8_0, &bytes, &[2, 64]).is_none());
+        assert!(StoredRows::blocks(GgmlDType::Q8_0, &bytes, &[3, 2, 32]).is_none());
+        assert!(StoredRows::halves(HalfFormat::F16, &bytes[..9], &[2, 2]).is_none());
+    }
+}
