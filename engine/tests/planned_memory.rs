@@ -17,7 +17,7 @@ use aitk_common::plan::phases::{cpu_phases, emulated_phases, portable_phases};
 use aitk_engine::device::portable::{emulated_kernels, portable};
 use candle_core::DType;
 use std::ops::RangeInclusive;
-use std::sync::{Mutex, PoisonError};
+use std::process::Command;
 use trainings::Training;
 use unets::{Case, phases};
 
@@ -47,16 +47,29 @@ fn skips_long_tests() -> bool {
     are_few()
 }
 
-/// Held by a test, so that nothing else allocates meanwhile.
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+/// Set in a process that runs one test.
+const CHILD: &str = "AITK_PLANNED_MEMORY_CHILD";
 
-/// Runs a test alone, with one thread, as the scratch memory of candle's convolutions on a CPU is that of each thread.
-fn alone(test: impl FnOnce()) {
-    let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    // The second test finds it built.
-    let _ = rayon::ThreadPoolBuilder::new().num_threads(1).build_global();
-    test();
-    drop(guard);
+/// Runs a test of this name in a process of its own, because the allocator counts for the whole process, and with one thread, as the
+/// scratch memory of candle's convolutions on a CPU is that of each thread.
+fn alone(name: &str, test: impl FnOnce()) {
+    if std::env::var_os(CHILD).is_some() {
+        rayon::ThreadPoolBuilder::new().num_threads(1).build_global().unwrap();
+        return test();
+    }
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([name, "--exact", "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let printed = String::from_utf8_lossy(&child.stdout);
+    println!("{printed}");
+    assert!(
+        child.status.success() && printed.contains("1 passed"),
+        "{name} failed in its process: {}\n{}",
+        child.status,
+        String::from_utf8_lossy(&child.stderr)
+    );
 }
 
 /// What is predicted and what was measured, by phase.
@@ -110,7 +123,7 @@ impl Comparison {
 
 #[test]
 fn predictions_for_gpus_are_those_of_portable_mode() {
-    alone(|| {
+    alone("predictions_for_gpus_are_those_of_portable_mode", || {
         let mut comparison = Comparison::within(-0.05..=0.10);
         portable(|| {
             for seed in seeds() {
@@ -129,7 +142,7 @@ fn predictions_for_gpus_are_those_of_portable_mode() {
 
 #[test]
 fn predictions_for_cuda_are_those_of_emulated_kernels() {
-    alone(|| {
+    alone("predictions_for_cuda_are_those_of_emulated_kernels", || {
         let mut comparison = Comparison {
             // Buffers of candle's products on a CPU.
             bytes: 0.25 * MIB,
@@ -162,24 +175,27 @@ fn predictions_of_transformers_for_gpus_are_those_of_portable_mode() {
     if skips_long_tests() {
         return;
     }
-    alone(|| {
-        let mut comparison = Comparison::within(-0.05..=0.10);
-        portable(|| {
-            for seed in seeds() {
-                let case = transformers::Case::draw(seed, false);
-                comparison.add(
-                    &format!("seed {seed}, {}", case.describe()),
-                    case.phases(portable_phases),
-                );
-            }
-        });
-        comparison.finish();
-    });
+    alone(
+        "predictions_of_transformers_for_gpus_are_those_of_portable_mode",
+        || {
+            let mut comparison = Comparison::within(-0.05..=0.10);
+            portable(|| {
+                for seed in seeds() {
+                    let case = transformers::Case::draw(seed, false);
+                    comparison.add(
+                        &format!("seed {seed}, {}", case.describe()),
+                        case.phases(portable_phases),
+                    );
+                }
+            });
+            comparison.finish();
+        },
+    );
 }
 
 #[test]
 fn predictions_of_transformers_for_cpus_are_what_the_kernels_take() {
-    alone(|| {
+    alone("predictions_of_transformers_for_cpus_are_what_the_kernels_take", || {
         // What kernels pad, and the buffers of attention, are not predicted: up to a tenth of models that are as small as these.
         let mut comparison = Comparison::within(-0.10..=0.10);
         for seed in seeds() {
@@ -195,7 +211,7 @@ fn predictions_of_steps_with_other_adapters_are_what_they_take() {
     if skips_long_tests() {
         return;
     }
-    alone(|| {
+    alone("predictions_of_steps_with_other_adapters_are_what_they_take", || {
         // Of the smallest models here, what no operation shows is up to a fifteenth.
         let mut comparison = Comparison::within(-0.07..=0.10);
         portable(|| {
