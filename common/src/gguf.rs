@@ -4,6 +4,10 @@
 //! to back, every count and length is checked against the rest of the file before memory is allocated, and unused metadata is
 //! skipped.
 
+mod values;
+
+pub use values::{MetadataValue, read_metadata};
+
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 
@@ -99,26 +103,7 @@ impl Header {
     /// When the file is not GGUF, is truncated, or its header is inconsistent.
     pub fn read(file: impl Read, length: u64) -> io::Result<Self> {
         let mut source = Source::new(file, length);
-        if source.take::<4>()? != *MAGIC {
-            return Err(bad("this is not a GGUF file"));
-        }
-        match source.u32()? {
-            2 | 3 => {}
-            version if (2..=3).contains(&version.swap_bytes()) => {
-                return Err(bad(
-                    "this is a big-endian GGUF file; only little-endian files are supported",
-                ));
-            }
-            version => {
-                return Err(bad(format!(
-                    "this is version {version} of GGUF; versions 2 and 3 are supported"
-                )));
-            }
-        }
-        let (tensors, pairs) = (source.u64()?, source.u64()?);
-        // The smallest entries: an empty name, and one dimension or a value of one byte.
-        source.check_fits(tensors, 24, "tensors")?;
-        source.check_fits(pairs, 13, "entries of metadata")?;
+        let (tensors, pairs) = open(&mut source)?;
         let mut metadata = Metadata::default();
         for _ in 0..pairs {
             metadata.read_one(&mut source)?;
@@ -219,6 +204,31 @@ impl Entry {
             byte_range: (begin, end),
         })
     }
+}
+
+/// Reads what is before the metadata: the numbers of tensors and of entries of metadata.
+fn open(source: &mut Source<impl Read>) -> io::Result<(u64, u64)> {
+    if source.take::<4>()? != *MAGIC {
+        return Err(bad("this is not a GGUF file"));
+    }
+    match source.u32()? {
+        2 | 3 => {}
+        version if (2..=3).contains(&version.swap_bytes()) => {
+            return Err(bad(
+                "this is a big-endian GGUF file; only little-endian files are supported",
+            ));
+        }
+        version => {
+            return Err(bad(format!(
+                "this is version {version} of GGUF; versions 2 and 3 are supported"
+            )));
+        }
+    }
+    let (tensors, pairs) = (source.u64()?, source.u64()?);
+    // The smallest entries: an empty name, and one dimension or a value of one byte.
+    source.check_fits(tensors, 24, "tensors")?;
+    source.check_fits(pairs, 13, "entries of metadata")?;
+    Ok((tensors, pairs))
 }
 
 /// The number of elements of a shape; none if it overflows. Overflow of the other dimensions is detected even if one is zero.

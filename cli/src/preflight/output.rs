@@ -66,6 +66,7 @@ fn output_folder(process: &Process) -> Option<(&'static str, &str)> {
         ProcessKind::Generate(process) => Some(("output_folder", &process.output_folder)),
         ProcessKind::Img2Img(process) => Some(("output_folder", &process.output_folder)),
         ProcessKind::LmGenerate(process) => Some(("output_folder", &process.output_folder)),
+        ProcessKind::LmExport(process) => Some(("output_folder", &process.output_folder)),
         _ => None,
     }
 }

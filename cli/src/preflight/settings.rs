@@ -21,7 +21,10 @@ pub(super) async fn settings_problems(spec: &JobSpec, directory: &Path) -> Vec<S
 
 fn problem_of(spec: &JobSpec, index: usize, directory: &Path) -> Option<String> {
     let process = spec.process.get(index)?;
-    if matches!(process.kind, ProcessKind::LmTrain(_) | ProcessKind::LmGenerate(_)) {
+    if matches!(
+        process.kind,
+        ProcessKind::LmTrain(_) | ProcessKind::LmGenerate(_) | ProcessKind::LmExport(_)
+    ) {
         return language_model_problem(spec, index, directory);
     }
     let process = process.trainer()?;

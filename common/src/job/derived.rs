@@ -68,7 +68,11 @@ fn derived_keys(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&st
             let inherited = process.training_folder.is_some() && process.training_folder == body.training_folder;
             keys.add(inherited, "training_folder");
         }
-        ProcessKind::LmGenerate(_) | ProcessKind::Caption(_) | ProcessKind::RescaleLora(_) | ProcessKind::Rare(_) => {}
+        ProcessKind::LmGenerate(_)
+        | ProcessKind::LmExport(_)
+        | ProcessKind::Caption(_)
+        | ProcessKind::RescaleLora(_)
+        | ProcessKind::Rare(_) => {}
     }
     keys.0
 }

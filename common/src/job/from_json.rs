@@ -12,6 +12,7 @@ use super::error::{Finding, JobError};
 use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::limits::MAX_DEPTH;
+use super::lm_export::LmExportProcess;
 use super::lm_generate::LmGenerateProcess;
 use super::lm_trainer::LmTrainerProcess;
 use super::node::{Entry, Mark, Node, Value, shorten};
@@ -251,6 +252,7 @@ static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::n
         ("generate", SectionTree::of(GenerateProcess::section())),
         ("img2_img", SectionTree::of(Img2ImgProcess::section())),
         ("lm_generate", SectionTree::of(LmGenerateProcess::section())),
+        ("lm_export", SectionTree::of(LmExportProcess::section())),
         ("caption", SectionTree::of(CaptionProcess::section())),
         ("extract", SectionTree::of(ExtractProcess::section())),
         ("rescale_lora", SectionTree::of(RescaleLoraProcess::section())),

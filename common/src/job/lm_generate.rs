@@ -2,7 +2,9 @@
 
 use super::declare::section;
 use super::dtype::DType;
-use super::limits::{MAX_COMPLETIONS, MAX_FILL_ITEMS, MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BATCH};
+use super::limits::{
+    MAX_COMPLETIONS, MAX_FACTOR, MAX_FILL_ITEMS, MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BATCH,
+};
 use super::process_type::ProcessType;
 use super::schema::{PresentKeys, ReadContext, SupportReport, join};
 use super::values::TextSource;
@@ -10,10 +12,26 @@ use super::values::TextSource;
 section! {
     /// The language model of a process.
     pub struct LmModelConfig("model") {
-        /// Folder of the model: `config.json`, `tokenizer.json` and `.safetensors` files; or `ORG/NAME` on Hugging Face.
+        /// Folder of the model: `config.json`, `tokenizer.json` and `.safetensors` files; or `ORG/NAME` on Hugging Face; or a `.gguf` file.
         name_or_path [required]: String = String::new(), Works, input Model;
         /// Number format of the arithmetic. The CPU computes in float32, and keeps bfloat16 weights as they are.
         dtype: DType = DType::BF16, Works;
+        /// A LoRA for the model: a folder as peft has it, or a `.safetensors` file.
+        lora_path: Option<String> = None, Works, input Lora;
+        /// Strength of the LoRA.
+        lora_weight: f64 = 1.0, Works;
+    }
+    finish = finish_model;
+}
+
+fn finish_model(model: &mut LmModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
+    cx.check_in_range("lora_weight", model.lora_weight, -MAX_FACTOR..=MAX_FACTOR);
+    // A job that was read before has every key.
+    if model.lora_path.is_none() && model.lora_weight != 1.0 {
+        cx.error_at(
+            "lora_weight",
+            "has no effect without `lora_path`: set it, or remove this key",
+        );
     }
 }
 
@@ -164,6 +182,21 @@ mod tests {
         assert_eq!(inputs(&spec), ["models/code"]);
         let spec = read("        prompts: tasks.jsonl\n").unwrap().spec;
         assert_eq!(inputs(&spec), ["models/code", "tasks.jsonl"]);
+    }
+
+    #[test]
+    fn a_lora_is_an_input_and_its_strength_needs_it() {
+        let with = |keys: &str| {
+            let text = job("        prompts: [a]\n").replace("models/code", &format!("models/code{keys}"));
+            let loaded = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default());
+            loaded.map(|loaded| loaded.spec).map_err(|error| error.to_string())
+        };
+        let spec = with("\n        lora_path: out/coder\n        lora_weight: 0.5").unwrap();
+        let inputs = spec.inputs();
+        let paths: Vec<&str> = inputs.iter().map(|input| input.config_path.as_str()).collect();
+        assert_eq!(paths, ["models/code", "out/coder"]);
+        let error = with("\n        lora_weight: 0.5").unwrap_err();
+        assert!(error.contains("lora_weight") && error.contains("lora_path"), "{error}");
     }
 
     #[test]

@@ -30,6 +30,7 @@ mod inputs;
 mod json;
 pub mod layer_rank;
 pub mod limits;
+pub mod lm_export;
 pub mod lm_generate;
 pub mod lm_trainer;
 mod load;

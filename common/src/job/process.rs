@@ -9,6 +9,7 @@ use super::embedding::EmbeddingConfig;
 use super::extension::{EXTENSION_PREFIX, ExtensionProcess, ExtensionType};
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
+use super::lm_export::LmExportProcess;
 use super::lm_generate::LmGenerateProcess;
 use super::lm_trainer::LmTrainerProcess;
 use super::logging::LoggingConfig;
@@ -399,6 +400,8 @@ pub enum ProcessKind {
     Img2Img(Box<Img2ImgProcess>),
     /// `lm_generate`.
     LmGenerate(Box<LmGenerateProcess>),
+    /// `lm_export`.
+    LmExport(Box<LmExportProcess>),
     /// A captioner.
     Caption(Box<CaptionProcess>),
     /// `locon` or `lora`.
@@ -429,6 +432,7 @@ macro_rules! match_process {
             ProcessKind::Generate($process) => $body,
             ProcessKind::Img2Img($process) => $body,
             ProcessKind::LmGenerate($process) => $body,
+            ProcessKind::LmExport($process) => $body,
             ProcessKind::Caption($process) => $body,
             ProcessKind::Extract($process) => $body,
             ProcessKind::RescaleLora($process) => $body,
@@ -517,6 +521,7 @@ impl FieldValue for Process {
             ProcessType::ToFolder => ProcessKind::Generate(FieldValue::read(node, cx)?),
             ProcessType::BatchImg2Img => ProcessKind::Img2Img(FieldValue::read(node, cx)?),
             ProcessType::LmGenerate => ProcessKind::LmGenerate(FieldValue::read(node, cx)?),
+            ProcessType::LmExport => ProcessKind::LmExport(FieldValue::read(node, cx)?),
             ProcessType::Qwen3VlCaptioner
             | ProcessType::Qwen3OmniCaptioner
             | ProcessType::Ideogram4Captioner

@@ -3,7 +3,7 @@
 use super::declare::choices;
 
 const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`, `lm_trainer`), makes images (`to_folder`, \
-                     `batch_img2img`), generates texts (`lm_generate`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
+                     `batch_img2img`), generates texts (`lm_generate`), exports code models (`lm_export`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
                      a program of your own runs as `extension:NAME` (docs/extensions.md)";
 
 choices! {
@@ -53,6 +53,8 @@ choices! {
         ToFolder = "to_folder", Works;
         /// Texts from a language model.
         LmGenerate = "lm_generate", Works;
+        /// A language model for other programs.
+        LmExport = "lm_export", Works;
         /// Slider between prompts, without images.
         Slider = "slider", Works;
         /// The predecessor of `slider`.
@@ -116,7 +118,7 @@ impl ProcessType {
             Self::ToFolder | Self::LmGenerate => JobKind::Generate,
             Self::Slider | Self::SliderOld | Self::RescaleSd | Self::Vae | Self::Esrgan => JobKind::Train,
             Self::ExtractLocon | Self::ExtractLora => JobKind::Extract,
-            Self::RescaleLora => JobKind::Mod,
+            Self::RescaleLora | Self::LmExport => JobKind::Mod,
             _ => JobKind::Extension,
         }
     }

@@ -9,6 +9,7 @@ use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::layer_rank::LayerRank;
+use super::lm_export::{LmExportModelConfig, LmExportProcess, LmExportSaveConfig};
 use super::lm_generate;
 use super::lm_generate::{FillItem, LmGenerateConfig, LmGenerateProcess};
 use super::lm_trainer::{
@@ -87,6 +88,13 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ),
         ("`generate` of `lm_generate`", LmGenerateConfig::describe(), false),
         ("`generate.fill[]` of `lm_generate`", FillItem::describe(), false),
+        (
+            "`config.process[]`: `lm_export` (ours)",
+            LmExportProcess::describe(),
+            false,
+        ),
+        ("`model` of `lm_export`", LmExportModelConfig::describe(), false),
+        ("`save` of `lm_export`", LmExportSaveConfig::describe(), false),
         ("`network.layer_ranks[]` (ours)", LayerRank::describe(), false),
         ("`train.lr_factors[]` (ours)", LrFactor::describe(), false),
         ("`train.validation_config`", ValidationConfig::describe(), false),

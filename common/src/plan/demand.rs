@@ -12,6 +12,7 @@ use super::language_model;
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
 use super::slider::SliderKind;
+use super::text_generation;
 use crate::job::sampler::SamplerName;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -90,10 +91,22 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[Image
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
     if let Some(demand) = of_conversion(kind) {
-        return Some(demand);
+        let exported = text_generation::export_memory(counts).filter(|_| kind == "lm_export");
+        return Some(Demand {
+            memory: exported.or(demand.memory),
+            ..demand
+        });
     }
     if kind == "lm_train" {
         let estimate = language_model::estimate(body, counts);
+        return Some(Demand {
+            family: language_model::FAMILY.to_owned(),
+            millipasses: to_thousandths(estimate.passes),
+            memory: estimate.memory,
+        });
+    }
+    if kind == "lm_generate" {
+        let estimate = text_generation::estimate(body, counts);
         return Some(Demand {
             family: language_model::FAMILY.to_owned(),
             millipasses: to_thousandths(estimate.passes),
@@ -142,6 +155,8 @@ fn of_conversion(kind: &str) -> Option<Demand> {
     let (units, cpu) = match kind {
         "extract" => (5.0, 3 << 30),
         "rescale_lora" => (0.1, 2 << 30),
+        // One tensor at a time: the largest is a table of embeddings.
+        "lm_export" => (0.5, 4 << 30),
         _ => return None,
     };
     Some(Demand {

@@ -23,5 +23,6 @@ pub mod qtype;
 mod requests;
 pub mod shapes;
 mod slider;
+mod text_generation;
 mod transformer_shapes;
 mod walk;

@@ -1,8 +1,9 @@
 //! Counts the parameters of a model's components from the headers of its files. Weights are not read.
 
 use super::headers::{Tensor, WeightEncoding, tensors};
-use super::shapes::ModelShapes;
+use super::shapes::{LanguageShapes, ModelShapes};
 use crate::fsutil::regular;
+use crate::gguf;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
@@ -29,6 +30,9 @@ pub struct ParameterCounts {
     /// The shapes of the layers, from the model's own configs. `None`: it has no configs, or is of another kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shapes: Option<ModelShapes>,
+    /// The shapes of a model that generates texts. `None`: it is another model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decoder: Option<LanguageShapes>,
 }
 
 /// Parameters that files store with fewer bits than the compute dtype, and that keep these bits in memory.
@@ -77,6 +81,7 @@ impl ParameterCounts {
             text_stored: text.stored,
             vae_stored: vae.stored,
             shapes: if path.is_dir() { ModelShapes::read(path) } else { None },
+            decoder: decoder_shapes(path),
         };
         (counted.denoiser > 0).then_some(counted)
     }
@@ -195,16 +200,32 @@ fn is_quantization_metadata(name: &str) -> bool {
     name.contains(".quant_state.") || names.contains(&last)
 }
 
+/// The shapes of a model that generates texts, in a folder with its `config.json` or in a GGUF file.
+fn decoder_shapes(path: &Path) -> Option<LanguageShapes> {
+    if path.is_dir() {
+        return LanguageShapes::read_decoder(&language_model_config(path)?);
+    }
+    let (file, length) = regular::open(path).ok()?;
+    let table = *tensors(path).ok()?.get("token_embd.weight")?.shape.first()?;
+    let metadata = gguf::read_metadata(&file, length).ok()?;
+    LanguageShapes::read_gguf(&metadata, u32::try_from(table).ok()?)
+}
+
 /// Whether a folder has a language model as transformers saves it, and no other one.
 fn is_language_model(folder: &Path) -> bool {
+    language_model_config(folder).is_some()
+}
+
+/// The `config.json` of such a folder.
+fn language_model_config(folder: &Path) -> Option<serde_json::Value> {
     /// Longer than any config.
     const MAX_CONFIG_BYTES: u64 = 16 << 20;
     if folder.join("model_index.json").exists() {
-        return false;
+        return None;
     }
-    let config = regular::read(&folder.join("config.json"), MAX_CONFIG_BYTES).ok();
-    let config = config.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
-    config.is_some_and(|config| config.get("model_type").is_some())
+    let bytes = regular::read(&folder.join("config.json"), MAX_CONFIG_BYTES).ok()?;
+    let config: serde_json::Value = serde_json::from_slice(&bytes).ok()?;
+    config.get("model_type").is_some().then_some(config)
 }
 
 /// Counts the parameters in a component's folder: the sum of its shards, or the largest file, because the others are the same
@@ -358,6 +379,7 @@ mod tests {
             text_stored: CompactWeights::default(),
             vae_stored: stored(144, 144 + 16),
             shapes: None,
+            decoder: None,
         };
         assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
         // A weight and its scales may be in different shards.

@@ -1,8 +1,10 @@
 //! The shapes of diffusion transformers and of the language models that encode their prompts, from their `config.json` files.
 
 use super::config_values::{MAX_COUNT, MAX_WIDTH, flag, number};
+use crate::gguf::MetadataValue;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// The most blocks of a transformer or a language model.
 const MAX_TRANSFORMER_LAYERS: u32 = 512;
@@ -65,9 +67,11 @@ pub enum LanguageKind {
     T5,
     /// Qwen3.
     Qwen3,
+    /// A model that generates texts: StarCoder, StarCoder2, Qwen2 or Llama.
+    Decoder,
 }
 
-/// The shapes of a language model that encodes prompts. Missing numbers are 0.
+/// The shapes of a language model that encodes prompts or generates texts. Missing numbers are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LanguageShapes {
@@ -215,6 +219,78 @@ impl LanguageShapes {
             layers: n("num_hidden_layers", 32)?,
             vocabulary: n("vocab_size", 151_936)?,
         })
+    }
+
+    /// Reads the `config.json` of a decoder. Missing keys have the values of transformers' classes. `None`: it is of another class.
+    pub(super) fn read_decoder(config: &Value) -> Option<Self> {
+        let n = |key: &str, usual: u32| number(config, key, usual);
+        let usual = match config.get("model_type")?.as_str()? {
+            "gpt_bigcode" => {
+                let (width, heads) = (n("n_embd", 768)?, n("n_head", 12)?);
+                let is_multi_query = config.get("multi_query").and_then(Value::as_bool).unwrap_or(true);
+                let shapes = Self {
+                    kind: LanguageKind::Decoder,
+                    width,
+                    heads,
+                    kv_heads: if is_multi_query { 1 } else { heads },
+                    head_width: width.checked_div(heads)?,
+                    intermediate: n("n_inner", width.checked_mul(4)?)?,
+                    layers: n("n_layer", 12)?,
+                    vocabulary: n("vocab_size", 50_257)?,
+                };
+                return shapes.checked_decoder();
+            }
+            // Width, hidden width, layers, heads, heads of keys and values, vocabulary.
+            "starcoder2" => [3072, 12_288, 30, 24, 2, 49_152],
+            "qwen2" => [4096, 22_016, 32, 32, 32, 151_936],
+            "llama" => [4096, 11_008, 32, 32, n("num_attention_heads", 32)?, 32_000],
+            _ => return None,
+        };
+        let [width, intermediate, layers, heads, kv_heads, vocabulary] = usual;
+        let (width, heads) = (n("hidden_size", width)?, n("num_attention_heads", heads)?);
+        let shapes = Self {
+            kind: LanguageKind::Decoder,
+            width,
+            heads,
+            kv_heads: n("num_key_value_heads", kv_heads)?,
+            head_width: n("head_dim", width.checked_div(heads)?)?,
+            intermediate: n("intermediate_size", intermediate)?,
+            layers: n("num_hidden_layers", layers)?,
+            vocabulary: n("vocab_size", vocabulary)?,
+        };
+        shapes.checked_decoder()
+    }
+
+    /// Reads the metadata of a GGUF file. `vocabulary`: the rows of its table of embeddings. `None`: it is no decoder.
+    pub(super) fn read_gguf(metadata: &BTreeMap<String, MetadataValue>, vocabulary: u32) -> Option<Self> {
+        let MetadataValue::Text(arch) = metadata.get("general.architecture")? else {
+            return None;
+        };
+        if !["llama", "qwen2", "starcoder2", "starcoder"].contains(&arch.as_str()) {
+            return None;
+        }
+        let n = |key: &str| match metadata.get(&format!("{arch}.{key}"))? {
+            MetadataValue::Whole(number) => u32::try_from(*number).ok(),
+            _ => None,
+        };
+        let (width, heads) = (n("embedding_length")?, n("attention.head_count")?);
+        let shapes = Self {
+            kind: LanguageKind::Decoder,
+            width,
+            heads,
+            kv_heads: n("attention.head_count_kv").unwrap_or(heads),
+            head_width: n("attention.key_length").or(width.checked_div(heads))?,
+            intermediate: n("feed_forward_length")?,
+            layers: n("block_count")?,
+            vocabulary,
+        };
+        shapes.checked_decoder()
+    }
+
+    /// The shapes, if they are those of a decoder and within the limits of known models.
+    #[must_use]
+    pub fn checked_decoder(self) -> Option<Self> {
+        (self.kind == LanguageKind::Decoder && self.is_valid()).then_some(self)
     }
 
     /// Whether it exists.

@@ -1,4 +1,4 @@
-//! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
+//! One LoRA layer: `y + up(dropout(down(dropout(x)))) * alpha / rank * multiplier`.
 
 use super::handle::AdapterHandle;
 use super::stored_matrix::StoredMatrix;
@@ -13,6 +13,8 @@ use std::sync::Arc;
 /// The probabilities with which training drops parts of a LoRA's change.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Dropout {
+    /// An element of the input of `down`, as peft's `lora_dropout`. Only LoRAs have it.
+    pub input: f64,
     /// An element between down and up.
     pub element: f64,
     /// A row of `down`, for each image of the batch.
@@ -120,7 +122,11 @@ impl LayerAdapter for LoraLayer {
             return Ok(output);
         }
         let [down, up] = self.weights(dropout_seed.is_some())?;
-        let x = x.to_dtype(DType::F32)?;
+        let mut x = x.to_dtype(DType::F32)?;
+        if let (Some(seed), true) = (&dropout_seed, self.dropout.input > 0.0) {
+            let mask = self.mask(seed, "/input", self.dropout.input, x.dims(), &x)?;
+            x = (x * mask)?;
+        }
         let pointwise = match layer.kind {
             LayerKind::Linear => LayerKind::Linear,
             LayerKind::Conv { .. } => LayerKind::Conv { stride: 1, padding: 0 },
@@ -163,5 +169,61 @@ impl WeightAdapter for LoraLayer {
             Some(mid) => StoredMatrix::Tucker(mid.clone(), up.t()?.contiguous()?, down.reshape((rank, ()))?),
         };
         (change.dense()? * self.strength())?.reshape(weight.dims())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::adapters::AdapterPass;
+    use candle_core::{Device, Shape};
+
+    #[test]
+    fn a_dropped_input_is_zero_and_the_others_are_larger() {
+        let width = 64;
+        let eye = || Var::from_tensor(&Tensor::eye(width, DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let handle = AdapterHandle::new(1.0);
+        let lora = LoraLayer {
+            name: "layer".into(),
+            down: eye(),
+            up: eye(),
+            mid: None,
+            alpha: width as f64,
+            scalar: None,
+            dropout: Dropout {
+                input: 0.25,
+                ..Dropout::default()
+            },
+            names: AdapterNames::Peft,
+            handle: Arc::clone(&handle),
+        };
+        let weight = Weight::Plain(Tensor::zeros((width, width), DType::F32, &Device::Cpu).unwrap());
+        let layer = BaseLayer {
+            kind: LayerKind::Linear,
+            weight: &weight,
+            bias: None,
+        };
+        let x = Tensor::ones(Shape::from((1, 40, width)), DType::F32, &Device::Cpu).unwrap();
+        let change = |seed: Option<&str>| -> Vec<f32> {
+            let pass = AdapterPass {
+                strength: 1.0,
+                dropout_seed: seed.map(Into::into),
+            };
+            let out = handle.in_pass(pass, || lora.apply(&layer, &x, x.zeros_like().unwrap()));
+            out.unwrap().flatten_all().unwrap().to_vec1().unwrap()
+        };
+        let dropped = change(Some("a"));
+        let zeros = dropped.iter().filter(|value| **value == 0.0).count();
+        assert!(
+            dropped
+                .iter()
+                .all(|value| *value == 0.0 || (*value - 4.0 / 3.0).abs() < 1e-6)
+        );
+        let share = zeros as f64 / dropped.len() as f64;
+        assert!((share - 0.25).abs() < 0.03, "{share}");
+        assert_eq!(change(Some("a")), dropped);
+        assert_ne!(change(Some("b")), dropped);
+        assert!(change(None).iter().all(|value| *value == 1.0));
     }
 }

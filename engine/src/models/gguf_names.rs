@@ -1,4 +1,4 @@
-//! The names of text encoders' tensors in GGUF files, which are those of llama.cpp.
+//! The names of tensors of language models in GGUF files, which are those of llama.cpp.
 
 use crate::weights::Index;
 
@@ -22,6 +22,18 @@ impl GgufNames {
             let name = self.renamed(name).unwrap_or_else(|| name.to_owned());
             Some((name, shape.to_vec()))
         })
+    }
+
+    /// The name in GGUF files of a tensor of transformers; `None` if it is not known.
+    pub(super) fn gguf_name(&self, name: &str) -> Option<String> {
+        if let Some((gguf, _)) = self.outside.iter().find(|(_, outside)| *outside == name) {
+            return Some((*gguf).to_owned());
+        }
+        let (in_file, in_transformers) = self.blocks;
+        let (number, inner) = name.strip_prefix(in_transformers)?.split_once('.')?;
+        let (layer, kind) = inner.rsplit_once('.')?;
+        let (layer, _) = self.in_block.iter().find(|(_, known)| *known == layer)?;
+        Some(format!("{in_file}{number}.{layer}.{kind}"))
     }
 
     /// The name in transformers; `None` if it is not known.

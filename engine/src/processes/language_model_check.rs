@@ -2,13 +2,13 @@
 
 use super::context::Context;
 use super::train::in_place_attempt;
-use super::{LogFile, OutputRequests, StopSignal, lm_generate, lm_train};
+use super::{LogFile, OutputRequests, StopSignal, lm_export, lm_generate, lm_train};
 use crate::error::Result;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Checks that a process of type `lm_generate` or `lm_trainer` can start: its model by configs, names and shapes, its tokenizer, its prompts,
+/// Checks that a process of type `lm_generate`, `lm_export` or `lm_trainer` can start: its model by configs, names and shapes, its tokenizer, its prompts,
 /// and its data sets as far as they can be read in ten seconds. Others are not checked. `inputs`: the local path of each path in the config.
 ///
 /// # Errors
@@ -26,6 +26,7 @@ pub fn check_language_model(job: &JobSpec, process: &Process, inputs: &BTreeMap<
     };
     match &process.kind {
         ProcessKind::LmGenerate(process) => lm_generate::check(process, &cx),
+        ProcessKind::LmExport(process) => lm_export::check(process, &cx),
         ProcessKind::LmTrain(process) => lm_train::check(process, &mut cx),
         _ => Ok(()),
     }

@@ -6,7 +6,7 @@
 mod checkpoint;
 mod completions;
 mod data;
-mod model_folder;
+pub(super) mod model_folder;
 mod prepare;
 mod run;
 mod saving;

@@ -12,6 +12,8 @@ mod image_generator;
 mod img2img;
 mod job_metadata;
 mod language_model_check;
+mod language_model_part;
+mod lm_export;
 mod lm_generate;
 mod lm_train;
 mod log_file;
@@ -113,6 +115,7 @@ fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> 
         ProcessKind::Generate(process) => generate::run(process, context),
         ProcessKind::Img2Img(process) => img2img::run(process, context),
         ProcessKind::LmGenerate(process) => lm_generate::run(process, context),
+        ProcessKind::LmExport(process) => lm_export::run(process, context),
         ProcessKind::Extract(process) => extract::run(process, context),
         ProcessKind::RescaleLora(process) => rescale_lora::run(process, context),
         ProcessKind::Extension(process) => extension::run(process, context),

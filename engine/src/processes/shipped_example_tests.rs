@@ -4,9 +4,12 @@ use super::{StopSignal, run};
 use crate::models::decoder::byte_tokenizer::write_tokenizer;
 use crate::models::decoder::formula_weights::{expected, write_model};
 use crate::testing::{attempt, fixtures, in_own_folder, sampled_cases, sd35_large_folder, tuned, zimage_folder};
+use crate::weights::write_tensors;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::{self, JobSpec, LoadOptions};
+use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The smallest size that every sampler and bucket takes.
@@ -82,6 +85,18 @@ fn prepare(root: &Path) {
         std::fs::create_dir_all(file.parent().unwrap()).unwrap();
         std::fs::write(file, text).unwrap();
     }
+    // A LoRA of one layer of the code model.
+    let folder = root.join("my_coder_lora");
+    std::fs::create_dir_all(&folder).unwrap();
+    let half = |name: &str, shape| {
+        let key = format!("base_model.model.model.layers.0.self_attn.q_proj.{name}.weight");
+        (key, Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap())
+    };
+    let tensors = [half("lora_A", (2, 32)), half("lora_B", (32, 2))].into();
+    let mut file = std::fs::File::create(folder.join("adapter_model.safetensors")).unwrap();
+    write_tensors(&mut file, &tensors, &BTreeMap::new()).unwrap();
+    let config = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 2});
+    std::fs::write(folder.join("adapter_config.json"), config.to_string()).unwrap();
 }
 
 #[test]

@@ -58,6 +58,49 @@ pub enum View {
     HalvesSwapped,
     /// The transpose of a matrix.
     Transposed,
+    /// All rows in another order.
+    Reordered(RowOrder),
+}
+
+/// Another order of rows: rows [outer, first, second, inner] become [outer, second, first, inner].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowOrder {
+    /// Groups of rows that stay in their order.
+    pub outer: usize,
+    /// The first of the two swapped axes.
+    pub first: usize,
+    /// The second of the two swapped axes.
+    pub second: usize,
+    /// Rows that stay together.
+    pub inner: usize,
+}
+
+impl RowOrder {
+    /// The order that turns the result back.
+    #[must_use]
+    pub fn inverse(self) -> Self {
+        Self {
+            first: self.second,
+            second: self.first,
+            ..self
+        }
+    }
+
+    /// The number of rows. `None`: it overflows.
+    fn rows(self) -> Option<usize> {
+        let all = [self.first, self.second, self.inner];
+        all.iter().try_fold(self.outer, |rows, side| rows.checked_mul(*side))
+    }
+
+    /// The rows of a tensor in this order, in new memory.
+    ///
+    /// # Errors
+    /// When the tensor has another number of rows.
+    pub fn apply(self, stored: &Tensor) -> candle_core::Result<Tensor> {
+        let row: usize = stored.dims().iter().skip(1).product();
+        let split = stored.reshape((self.outer, self.first, self.second, self.inner * row))?;
+        split.transpose(1, 2)?.contiguous()?.reshape(stored.shape())
+    }
 }
 
 impl View {
@@ -69,6 +112,7 @@ impl View {
             }
             (Self::HalvesSwapped, [rows, ..]) if rows.is_multiple_of(2) => Some(stored.to_vec()),
             (Self::Transposed, [rows, columns]) => Some(vec![*columns, *rows]),
+            (Self::Reordered(order), [rows, ..]) if order.rows() == Some(*rows) => Some(stored.to_vec()),
             _ => None,
         }
     }
@@ -82,6 +126,23 @@ impl View {
                 Some(vec![count / 2..count, 0..count / 2])
             }
             Self::Transposed => None,
+            Self::Reordered(RowOrder {
+                outer,
+                first,
+                second,
+                inner,
+            }) => {
+                let mut rows = Vec::with_capacity(outer * first * second);
+                for group in 0..outer {
+                    for b in 0..second {
+                        rows.extend((0..first).map(|a| {
+                            let start = ((group * first + a) * second + b) * inner;
+                            start..start + inner
+                        }));
+                    }
+                }
+                Some(rows)
+            }
         }
     }
 
@@ -94,6 +155,7 @@ impl View {
                 Tensor::cat(&[stored.narrow(0, half, half)?, stored.narrow(0, 0, half)?], 0)
             }
             Self::Transposed => stored.t()?.contiguous(),
+            Self::Reordered(order) => order.apply(stored),
         }
     }
 }

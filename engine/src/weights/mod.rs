@@ -8,6 +8,7 @@ mod entry;
 mod file;
 mod folder;
 mod gguf;
+mod gguf_write;
 mod header;
 mod index;
 mod init;
@@ -21,7 +22,8 @@ mod tests;
 mod weight;
 mod write;
 
-pub use entry::View;
+pub use entry::{RowOrder, View};
+pub use gguf_write::{GgufLayout, GgufValue};
 pub use index::Index;
 pub use init::Init;
 pub use select::{QuantizationConfig, TrainableFilter};

@@ -175,7 +175,7 @@ messages! {
     ArrayMember { job_json twin }
     SubmitArrayRequest { shared name members at_most }
     ImageBatch { process width height images }
-    Anatomy { denoiser text vae denoiser_stored text_stored vae_stored shapes }
+    Anatomy { denoiser text vae denoiser_stored text_stored vae_stored shapes decoder }
     ModelShapes { unet text vae transformer language }
     TransformerShapes {
         kind in_channels patch blocks single_blocks dual_blocks heads head_width context pooled guidance qk_norm positions

@@ -12,7 +12,11 @@ const TRANSFORMERS: [(&str, TransformerKind); 3] = [
     ("sd3", TransformerKind::Sd3),
     ("zimage", TransformerKind::ZImage),
 ];
-const LANGUAGE_MODELS: [(&str, LanguageKind); 2] = [("t5", LanguageKind::T5), ("qwen3", LanguageKind::Qwen3)];
+const LANGUAGE_MODELS: [(&str, LanguageKind); 3] = [
+    ("t5", LanguageKind::T5),
+    ("qwen3", LanguageKind::Qwen3),
+    ("decoder", LanguageKind::Decoder),
+];
 
 /// The name of a kind; `None` for a component that does not exist.
 fn name_of<K: PartialEq>(kinds: &[(&str, K)], kind: &K) -> Option<String> {
@@ -75,17 +79,7 @@ impl From<ModelShapes> for v1::ModelShapes {
             qk_norm: transformer.qk_norm,
             positions: transformer.positions,
         });
-        let language = shapes.language;
-        let language = name_of(&LANGUAGE_MODELS, &language.kind).map(|kind| v1::LanguageShapes {
-            kind,
-            width: language.width,
-            heads: language.heads,
-            kv_heads: language.kv_heads,
-            head_width: language.head_width,
-            intermediate: language.intermediate,
-            layers: language.layers,
-            vocabulary: language.vocabulary,
-        });
+        let language = wire_language_shapes(&shapes.language);
         Self {
             unet,
             transformer,
@@ -203,6 +197,25 @@ fn transformer_shapes(wire: &v1::TransformerShapes) -> Option<TransformerShapes>
         qk_norm: wire.qk_norm,
         positions: wire.positions,
     })
+}
+
+/// `None`: there is no language model.
+pub(super) fn wire_language_shapes(language: &LanguageShapes) -> Option<v1::LanguageShapes> {
+    name_of(&LANGUAGE_MODELS, &language.kind).map(|kind| v1::LanguageShapes {
+        kind,
+        width: language.width,
+        heads: language.heads,
+        kv_heads: language.kv_heads,
+        head_width: language.head_width,
+        intermediate: language.intermediate,
+        layers: language.layers,
+        vocabulary: language.vocabulary,
+    })
+}
+
+/// The shapes of a decoder, if they are within the limits of known models.
+pub(super) fn decoder(wire: Option<v1::LanguageShapes>) -> Option<LanguageShapes> {
+    language_shapes(&wire?)?.checked_decoder()
 }
 
 /// `None`: of another kind.

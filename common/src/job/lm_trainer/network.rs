@@ -13,6 +13,9 @@ choices! {
     }
 }
 
+/// The largest chance of a dropped input: with 1 nothing is left.
+const MAX_DROPOUT: f64 = 0.99;
+
 section! {
     /// The LoRA that is trained while the model is frozen.
     pub struct LmNetworkConfig("network") {
@@ -23,7 +26,7 @@ section! {
         /// The LoRA's output is scaled by `linear_alpha / linear`.
         linear_alpha: Option<f64> = None, Works, shown "`linear`";
         /// Chance that an input of the down projection is dropped while training, as in peft.
-        dropout: f64 = 0.0, Refused("a LoRA of a code model is trained without dropout: remove the key");
+        dropout: f64 = 0.0, Works;
         /// Only layers whose name (`model.layers.0.self_attn.q_proj`) contains one of these. Absent: all linear layers of the blocks.
         only_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// No layers whose name contains one of these; wins over `only_if_contains`.
@@ -35,6 +38,7 @@ section! {
 fn finish(network: &mut LmNetworkConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     cx.check_not_zero("linear", network.linear);
     cx.check_at_most("linear", network.linear, MAX_RANK);
+    cx.check_in_range("dropout", network.dropout, 0.0..=MAX_DROPOUT);
     if let Some(alpha) = network.linear_alpha {
         cx.check_in_range("linear_alpha", alpha, 0.0..=MAX_FACTOR);
         if alpha == 0.0 {

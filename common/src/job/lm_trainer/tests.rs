@@ -83,7 +83,7 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
             "train.optimizer_params.speed",
         ),
         ("      network: {type: lokr}\n", "network.type"),
-        ("      network: {dropout: 0.1}\n", "network.dropout"),
+        ("      network: {dropout: 1}\n", "network.dropout"),
         ("      network: {linear: 0}\n", "network.linear"),
         ("      network: {linear_alpha: 0}\n", "network.linear_alpha"),
         ("      sample: {prompts: ['']}\n", "sample.prompts"),

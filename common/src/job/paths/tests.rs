@@ -2,7 +2,7 @@ use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessTyp
 use super::super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, load_yaml, with_line_after};
-use super::super::{caption, extract, lm_generate, lm_trainer};
+use super::super::{caption, extract, lm_export, lm_generate, lm_trainer};
 use super::*;
 use std::collections::BTreeSet;
 
@@ -164,7 +164,7 @@ fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     }
 }
 
-fn sections() -> [SectionInfo; 10] {
+fn sections() -> [SectionInfo; 11] {
     [
         Document::describe(),
         ConfigSection::describe(),
@@ -173,6 +173,7 @@ fn sections() -> [SectionInfo; 10] {
         Img2ImgProcess::describe(),
         lm_trainer::LmTrainerProcess::describe(),
         lm_generate::LmGenerateProcess::describe(),
+        lm_export::LmExportProcess::describe(),
         caption::CaptionProcess::describe(),
         extract::ExtractProcess::describe(),
         extract::RescaleLoraProcess::describe(),

@@ -10,9 +10,9 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The largest of each size: far above any model, and far below what overflows a product of sizes.
-const MAX_SIZE: usize = 1 << 24;
+pub(super) const MAX_SIZE: usize = 1 << 24;
 /// The most blocks.
-const MAX_LAYERS: usize = 4096;
+pub(super) const MAX_LAYERS: usize = 4096;
 /// The most ids that end a text.
 const MAX_END_TOKENS: usize = 64;
 
@@ -411,7 +411,11 @@ fn end_tokens(ids: Option<EndTokens>) -> std::result::Result<Vec<u32>, String> {
     }
 }
 
-fn check_sizes(config: &DecoderConfig) -> std::result::Result<(), String> {
+/// Checks that all sizes are within their limits.
+///
+/// # Errors
+/// A sentence that names the size.
+pub(super) fn check_sizes(config: &DecoderConfig) -> std::result::Result<(), String> {
     for (what, size) in [
         ("the vocabulary (`vocab_size`)", config.vocab_size),
         ("the width (`hidden_size`, `n_embd`)", config.width),

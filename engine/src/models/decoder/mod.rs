@@ -1,4 +1,4 @@
-//! Decoder-only language models from Hugging Face folders: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
+//! Decoder-only language models from Hugging Face folders and GGUF files: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
 //!
 //! The four families share their blocks (a norm, attention, a norm, a feed-forward network); [`DecoderConfig`] says which form each
 //! part has. Names of tensors are those of transformers, so that a folder can be read and written without renaming.
@@ -13,8 +13,10 @@ mod config_json;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(crate) mod formula_weights;
+mod gguf;
 mod layout;
 mod model;
+mod model_path;
 mod rope;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -24,6 +26,8 @@ mod tokenizer;
 
 pub use cache::KeyValueCache;
 pub use config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
+pub use gguf::GgufExport;
 pub use model::{Decoder, DecoderOptions};
+pub use model_path::open_tokenizer;
 pub use token_mask::TokenMask;
 pub use tokenizer::{FillTokens, TextTokenizer};

@@ -3,6 +3,7 @@
 use super::block::{Block, Norm};
 use super::cache::KeyValueCache;
 use super::config::{DecoderConfig, PositionKind};
+use super::gguf::{GgufModel, model_file};
 use super::layout::{Layout, Positions, check_positions};
 use super::token_mask::TokenMask;
 use crate::checkpointing::{BlockSequence, Checkpointing};
@@ -65,20 +66,28 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Loads a model from a Hugging Face folder: `config.json` and safetensors files with their index, or a single one.
+    /// Loads a model from a Hugging Face folder (`config.json` and safetensors files with their index, or a single one), or from a GGUF file.
     ///
     /// # Errors
     /// When the config is not supported, or a tensor is missing or has another shape.
     pub fn load(folder: &Path, options: &DecoderOptions) -> Result<Self> {
-        if !folder.is_dir() {
-            return Err(EngineError::bad_input(format!(
-                "{}: expected the folder of a language model, with config.json and .safetensors files",
-                folder.display()
-            )));
-        }
-        let config = DecoderConfig::read(folder)?;
-        let index = Index::open(folder)?;
-        index.check_scales()?;
+        let (config, index) = match model_file(folder) {
+            Some(file) => {
+                let GgufModel { config, index, .. } = GgufModel::open(&file)?;
+                (config, index)
+            }
+            None if !folder.is_dir() => {
+                return Err(EngineError::bad_input(format!(
+                    "{}: expected the folder of a language model, with config.json and .safetensors files, or a .gguf file",
+                    folder.display()
+                )));
+            }
+            None => {
+                let (config, index) = (DecoderConfig::read(folder)?, Index::open(folder)?);
+                index.check_scales()?;
+                (config, index)
+            }
+        };
         let index = match options.only_shapes {
             true => index.shapes_only(),
             false => index,

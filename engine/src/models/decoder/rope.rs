@@ -21,6 +21,14 @@ pub(super) struct RopeJson {
     partial_rotary_factor: Option<f64>,
 }
 
+/// The angle per position of each pair of features of a head without scaling, [head_width / 2].
+pub(super) fn plain_frequencies(theta: f64, head_width: usize) -> impl Iterator<Item = f32> {
+    (0..head_width / 2).map(move |pair| {
+        let exponent = 2.0 * pair as f32 / head_width as f32;
+        1.0 / (theta.powf(f64::from(exponent)) as f32)
+    })
+}
+
 /// The angle per position of each pair of features of a head, [head_width / 2].
 ///
 /// `theta`: `rope_theta` beside the section, as transformers 4 writes it.
@@ -49,10 +57,7 @@ pub(super) fn frequencies(
     if !theta.is_finite() || theta <= 0.0 {
         return Err(format!("`rope_theta` is {theta}: expected a positive number"));
     }
-    let plain = (0..head_width / 2).map(|pair| {
-        let exponent = 2.0 * pair as f32 / head_width as f32;
-        1.0 / (theta.powf(f64::from(exponent)) as f32)
-    });
+    let plain = plain_frequencies(theta, head_width);
     let number = |key: &str, value: Option<f64>| match value {
         Some(value) if value.is_finite() && value > 0.0 => Ok(value as f32),
         Some(value) => Err(format!(

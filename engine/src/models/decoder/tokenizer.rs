@@ -46,6 +46,14 @@ impl TextTokenizer {
         Self::new(tokenizer, path, vocab_size)
     }
 
+    /// A tokenizer from the text of a `tokenizer.json`; `path` is for messages.
+    pub(super) fn from_json(json: &str, path: PathBuf, vocab_size: usize) -> Result<Self> {
+        let tokenizer = json
+            .parse()
+            .map_err(|error| EngineError::model_config(&path, format!("its tokenizer cannot be used: {error}")))?;
+        Self::new(tokenizer, path, vocab_size)
+    }
+
     /// A tokenizer from its parts; `path` is for messages.
     fn new(mut tokenizer: Tokenizer, path: PathBuf, vocab_size: usize) -> Result<Self> {
         tokenizer.with_padding(None);

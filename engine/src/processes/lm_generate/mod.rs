@@ -9,11 +9,13 @@ mod results;
 mod tests;
 
 use super::context::{Context, artifact_name};
+use super::language_model_part::language_model_part;
 use super::rate::Progress;
+use crate::adapters::load_lora;
 use crate::device;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::models::decoder::{Decoder, DecoderConfig, DecoderOptions, TextTokenizer};
+use crate::models::decoder::{Decoder, DecoderOptions, open_tokenizer};
 use crate::pipelines::text::{
     Completion, TextEvents, TextRequest, TextSettings, TokenChoice, check_prompt, generate_texts,
 };
@@ -67,8 +69,21 @@ pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()>
         only_shapes: true,
         ..DecoderOptions::cpu()
     };
-    Decoder::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
+    let mut model = Decoder::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
+    if let Some(lora) = &process.model.lora_path {
+        load_lora(&mut [language_model_part(&mut model)], &cx.local_path(lora)?, 1.0)?;
+    }
     read_requests(process, cx).map(drop)
+}
+
+/// Attaches the LoRA of the config.
+fn attach_lora(process: &LmGenerateProcess, model: &mut Decoder, cx: &mut Context<'_>) -> Result<()> {
+    if let Some(lora) = &process.model.lora_path {
+        let path = cx.local_path(lora)?;
+        let loaded = load_lora(&mut [language_model_part(model)], &path, process.model.lora_weight)?;
+        cx.log_loaded_lora(&path, &loaded);
+    }
+    Ok(())
 }
 
 /// A request with the index of its prompt.
@@ -85,21 +100,14 @@ fn read_requests(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<(Vec<P
             prompts.len()
         )));
     }
-    let model_folder = cx.local_path(&process.model.name_or_path)?;
-    let requests = requests(&prompts, repeats, &model_folder)?;
+    let model = cx.local_path(&process.model.name_or_path)?;
+    let requests = requests(&prompts, repeats, &model)?;
     Ok((prompts, requests))
 }
 
 /// The tokens of each prompt, by its index, once for each of its completions.
-fn requests(prompts: &[Prompt], repeats: usize, model_folder: &std::path::Path) -> Result<Vec<Indexed>> {
-    if !model_folder.is_dir() {
-        return Err(EngineError::bad_input(format!(
-            "{}: expected the folder of a language model, with config.json, tokenizer.json and .safetensors files",
-            model_folder.display()
-        )));
-    }
-    let config = DecoderConfig::read(model_folder)?;
-    let tokenizer = TextTokenizer::open(model_folder, config.vocab_size)?;
+fn requests(prompts: &[Prompt], repeats: usize, model: &std::path::Path) -> Result<Vec<Indexed>> {
+    let (config, tokenizer) = open_tokenizer(model)?;
     let mut requests = Vec::with_capacity(prompts.len() * repeats);
     for (index, prompt) in prompts.iter().enumerate() {
         let tokens = prompt.tokens(&tokenizer)?;
@@ -139,8 +147,9 @@ fn generate_remaining(
         streamed: memory.denoiser_streamed,
         ..DecoderOptions::cpu()
     };
-    let model = Decoder::load(&folder, &options)?;
-    let tokenizer = TextTokenizer::open(&folder, model.config().vocab_size)?;
+    let mut model = Decoder::load(&folder, &options)?;
+    attach_lora(process, &mut model, cx)?;
+    let (_, tokenizer) = open_tokenizer(&folder)?;
     if !memory.pages_returned {
         FreePages::Retain.apply();
     }

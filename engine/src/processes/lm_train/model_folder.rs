@@ -58,7 +58,7 @@ pub(super) fn write_adapter(folder: &Path, tensors: &BTreeMap<String, Tensor>, a
         "base_model_name_or_path": adapter.base_model,
         "r": adapter.network.linear,
         "lora_alpha": adapter.network.alpha(),
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.network.dropout,
         "target_modules": adapter.layers,
         "bias": "none",
         "fan_in_fan_out": false,
@@ -70,8 +70,15 @@ pub(super) fn write_adapter(folder: &Path, tensors: &BTreeMap<String, Tensor>, a
     write_json(&folder.join("adapter_config.json"), &config)
 }
 
-/// Writes a whole model in `dtype`: `config.json` of its base model, the weights in one or several files, and the tokenizer.
-pub(super) fn write_model(folder: &Path, model: &Decoder, base: &Path, dtype: DType) -> Result<()> {
+/// Writes a whole model in `dtype`: `config.json` of its base model, the weights in one or several files, and the tokenizer. `dense` returns
+/// the numbers of a tensor, by its name and its weight.
+pub(in super::super) fn write_model(
+    folder: &Path,
+    model: &Decoder,
+    base: &Path,
+    dtype: DType,
+    dense: &mut dyn FnMut(&str, &Weight) -> Result<Tensor>,
+) -> Result<()> {
     write_config(folder, base, dtype)?;
     for name in COPIED {
         let source = base.join(name);
@@ -101,7 +108,7 @@ pub(super) fn write_model(folder: &Path, model: &Decoder, base: &Path, dtype: DT
             weight_map.insert((*name).to_owned(), file.clone().into());
         }
         let tensor = |name: &str| match tensors.get(name) {
-            Some(weight) => Ok(weight.dense()?.to_dtype(dtype)?),
+            Some(weight) => Ok(dense(name, weight)?.to_dtype(dtype)?),
             None => Err(EngineError::Internal(format!("`{name}` is missing"))),
         };
         fsutil::write_atomic(&folder.join(file), |out| layout.write(out, tensor))?;

@@ -8,6 +8,7 @@ use super::model_folder;
 use super::run::Run;
 use super::target::TrainedParameters;
 use crate::error::{EngineError, Result};
+use crate::weights::Weight;
 use aitk_common::attempt::ChildEvent;
 use aitk_common::fsutil::{self, TemporaryFolder};
 use aitk_common::job::dtype::DType;
@@ -79,7 +80,10 @@ impl Run<'_> {
                 };
                 model_folder::write_adapter(&inner, &lora.tensors(dtype)?, &adapter)?;
             }
-            _ => model_folder::write_model(&inner, &self.model, &self.model_folder, dtype)?,
+            _ => {
+                let mut dense = |_: &str, weight: &Weight| Ok(weight.dense()?);
+                model_folder::write_model(&inner, &self.model, &self.model_folder, dtype, &mut dense)?;
+            }
         }
         // A save of the same step, if the run went back to an earlier step.
         fsutil::remove(path)?;

@@ -40,8 +40,9 @@ impl Run<'_> {
         let factor = 1.0 / predicted.max(1) as f64;
         self.trainer.begin_step(step);
         let (model, target, packing) = (&self.model, &self.target, self.process.packing);
-        for batch in &batches {
-            let loss = || target.in_training(|| loss_of(model, batch, packing, factor));
+        for (micro, batch) in batches.iter().enumerate() {
+            let seed = format!("{}/dropout/{step}/{micro}", self.seed);
+            let loss = || target.in_training(&seed, || loss_of(model, batch, packing, factor));
             match batches.len() == 1 && self.trainer.uses_fused_backward() {
                 true => self.trainer.fused_step(step, loss)?,
                 false => self.trainer.accumulate(loss)?,

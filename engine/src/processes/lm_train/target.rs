@@ -1,17 +1,14 @@
 //! What is trained: the LoRA of a `network` section, or the model itself.
 
 use super::super::context::Context;
-use crate::adapters::{AdapterConfig, AdapterHandle, AdapterNetwork, AdapterPass, Lora};
+use super::super::language_model_part::{PEFT_PREFIX, language_model_part as part};
+use crate::adapters::{AdapterConfig, AdapterHandle, AdapterNetwork, AdapterPass, Dropout, Lora};
 use crate::error::{EngineError, Result};
-use crate::families::{AdapterNames, Part, PartRole};
 use crate::models::decoder::Decoder;
 use crate::optim::Param;
 use crate::rng::generator_for;
 use aitk_common::job::lm_trainer::{LmNetworkConfig, LmTrainerProcess};
 use std::sync::Arc;
-
-/// What peft puts before the name of a layer: its own model, and the model in it.
-const PEFT_PREFIX: &str = "base_model.model";
 
 /// What is trained.
 pub(super) enum TrainedParameters {
@@ -24,21 +21,13 @@ fn adapter_config(network: &LmNetworkConfig) -> AdapterConfig {
         rank: network.linear as usize,
         alpha: network.alpha(),
         alpha_in_config: true,
+        dropout: Dropout {
+            input: network.dropout,
+            ..Dropout::default()
+        },
         only_if_contains: network.only_if_contains.0.clone(),
         ignore_if_contains: network.ignore_if_contains.0.clone(),
         ..AdapterConfig::default()
-    }
-}
-
-/// The model as a part whose layers a LoRA changes.
-fn part(model: &mut Decoder) -> Part<'_> {
-    Part {
-        id: "language_model",
-        role: PartRole::Denoiser,
-        lora_prefix: PEFT_PREFIX,
-        lora_names: AdapterNames::Peft,
-        block_lists: &[],
-        layers: model,
     }
 }
 
@@ -128,12 +117,11 @@ impl TrainedParameters {
         names
     }
 
-    /// Runs a pass whose gradients are computed.
-    pub(super) fn in_training<R>(&self, forward: impl FnOnce() -> R) -> R {
+    /// Runs a pass whose gradients are computed. What it drops follows from `seed`.
+    pub(super) fn in_training<R>(&self, seed: &str, forward: impl FnOnce() -> R) -> R {
         let pass = AdapterPass {
             strength: 1.0,
-            // There is no dropout; a seed says that the pass is one of the training.
-            dropout_seed: Some("training".into()),
+            dropout_seed: Some(seed.into()),
         };
         match self.handle() {
             Some(handle) => handle.in_pass(pass, forward),

@@ -298,7 +298,7 @@ fn whole_training(root: &Path, lora: bool) -> String {
     model(&root.join("model"), "starcoder2");
     write_texts(&root.join("data.jsonl"));
     let network = match lora {
-        true => json!({"linear": 4}),
+        true => json!({"linear": 4, "dropout": 0.2}),
         false => Value::Null,
     };
     config(
@@ -384,6 +384,28 @@ fn an_interrupted_training_ends_with_the_bytes_of_one_without_interruption() {
         assert_eq!(outcome, Outcome::Completed);
         assert!(logs(&again).contains("nothing is left to do"));
     }
+}
+
+#[test]
+fn dropout_changes_the_training_and_is_the_same_with_the_same_seed() {
+    let losses = |dropout: f64| {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        model(&root.join("model"), "starcoder2");
+        write_texts(&root.join("data.jsonl"));
+        let network = json!({"linear": 4, "dropout": dropout});
+        let train = json!({"steps": 4, "lr": 0.01, "gradient_accumulation": 2});
+        let events = completed(&config(root, &[("network", network), ("train", train)]));
+        let adapter = std::fs::read_to_string(root.join("out/coder/coder/adapter_config.json")).unwrap();
+        let adapter: Value = serde_json::from_str(&adapter).unwrap();
+        assert_eq!(adapter["lora_dropout"].as_f64(), Some(dropout));
+        metric(&events, "loss/loss")
+    };
+    let (none, half) = (losses(0.0), losses(0.5));
+    assert_eq!(losses(0.5), half);
+    // A new LoRA changes nothing, so the first loss has nothing to drop.
+    assert_eq!(none[0], half[0]);
+    assert_ne!(none[1..], half[1..]);
 }
 
 #[test]

@@ -183,6 +183,7 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
         conv_alpha: effective_alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
         layer_ranks: layer_ranks(network),
         dropout: Dropout {
+            input: 0.0,
             element: network.dropout.unwrap_or(0.0),
             rank: kwargs.rank_dropout.unwrap_or(0.0),
             module: kwargs.module_dropout.unwrap_or(0.0),

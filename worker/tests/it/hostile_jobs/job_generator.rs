@@ -38,7 +38,7 @@ pub(super) const INPUTS: [&str; 8] = [
     "lora.safetensors",
 ];
 
-const CONFIGS: [&str; 8] = [
+const CONFIGS: [&str; 9] = [
     "job: extension
 config:
   name: base
@@ -97,7 +97,7 @@ config:
   process:
     - type: lm_generate
       output_folder: out
-      model: {name_or_path: model, dtype: float32}
+      model: {name_or_path: model, dtype: float32, lora_path: lora.safetensors, lora_weight: 0.5}
       generate: {prompts: words.txt, fill: [{prefix: a, suffix: b}], stop: [x], temperature: 0.5, top_k: 3, max_new_tokens: 2}
 cluster: {memory_budget: 768MiB}
 ",
@@ -116,6 +116,16 @@ config:
       train: {steps: 2, lr_scheduler: wsd, decay_steps: 1, warmup_steps: 1, min_lr: 1e-6}
       save: {save_every: 1, max_step_saves_to_keep: 1}
       sample: {prompts: [x], sample_every: 1, max_new_tokens: 2}
+cluster: {memory_budget: 768MiB}
+",
+    "job: mod
+config:
+  name: base
+  process:
+    - type: lm_export
+      output_folder: out
+      model: {name_or_path: model, lora_path: lora.safetensors, lora_weight: 0.5}
+      save: {format: gguf, dtype: q8_0}
 cluster: {memory_budget: 768MiB}
 ",
     "job: extract
@@ -185,6 +195,7 @@ impl JobGenerator {
             job::process::Img2ImgProcess::describe(),
             job::lm_trainer::LmTrainerProcess::describe(),
             job::lm_generate::LmGenerateProcess::describe(),
+            job::lm_export::LmExportProcess::describe(),
             job::extract::ExtractProcess::describe(),
             job::extract::RescaleLoraProcess::describe(),
         ] {

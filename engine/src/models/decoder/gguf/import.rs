@@ -1,0 +1,290 @@
+//! Opens a decoder in a GGUF file: its config, its tensors under transformers' names, and its tokenizer.
+
+use super::super::config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
+use super::super::config_json::{MAX_LAYERS, MAX_SIZE, check_sizes};
+use super::super::rope::plain_frequencies;
+use super::super::tokenizer::TextTokenizer;
+use super::architecture::{ROPE_FACTORS, architecture, names, row_order};
+use super::metadata::Metadata;
+use super::tokenizer_import::tokenizer_json;
+use crate::error::{EngineError, Result};
+use crate::nn::Activation;
+use crate::weights::{Index, View};
+use candle_core::{DType, Device};
+use std::path::{Path, PathBuf};
+
+/// A decoder in a GGUF file. No tensor is read yet.
+pub(in super::super) struct GgufModel {
+    path: PathBuf,
+    metadata: Metadata,
+    /// Its config.
+    pub(in super::super) config: DecoderConfig,
+    /// Its tensors under transformers' names.
+    pub(in super::super) index: Index,
+}
+
+/// The GGUF file of a model: the path itself, if it is a file, or the only one in a folder without `config.json`.
+pub(in super::super) fn model_file(path: &Path) -> Option<PathBuf> {
+    if path.is_file() {
+        return Some(path.to_path_buf());
+    }
+    if path.join("config.json").exists() {
+        return None;
+    }
+    let files = std::fs::read_dir(path).ok()?.flatten().map(|entry| entry.path());
+    let mut files = files.filter(|file| {
+        file.extension()
+            .is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
+    });
+    let first = files.next()?;
+    files.next().is_none().then_some(first)
+}
+
+impl GgufModel {
+    /// Opens the model in a file.
+    ///
+    /// # Errors
+    /// When the file is no GGUF file or damaged, or is not of a model that this release runs; the error says why.
+    pub(in super::super) fn open(path: &Path) -> Result<Self> {
+        let metadata = Metadata::read(path)?;
+        let index = Index::open(path)?;
+        let refuse = |reason: String| EngineError::WeightsFile {
+            path: path.to_path_buf(),
+            reason,
+        };
+        let factors = match index.contains(ROPE_FACTORS) {
+            true => Some(
+                index
+                    .read(ROPE_FACTORS, DType::F32, &Device::Cpu)?
+                    .flatten_all()?
+                    .to_vec1()?,
+            ),
+            false => None,
+        };
+        let config = config(&metadata, &index, factors).map_err(refuse)?;
+        let index = with_transformers_names(index, &config).map_err(refuse)?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            metadata,
+            config,
+            index,
+        })
+    }
+
+    /// The tokenizer of the file; if it has none that can be read, that of `tokenizer.json` beside it.
+    ///
+    /// # Errors
+    /// When there is none, or it is that of another model.
+    pub(in super::super) fn tokenizer(&self) -> Result<TextTokenizer> {
+        let vocab_size = self.config.vocab_size;
+        let reason = match tokenizer_json(&self.metadata) {
+            Ok(json) => return TextTokenizer::from_json(&json, self.path.clone(), vocab_size),
+            Err(reason) => reason,
+        };
+        let folder = self.path.parent().unwrap_or_else(|| Path::new("."));
+        if folder.join("tokenizer.json").is_file() {
+            return TextTokenizer::open(folder, vocab_size);
+        }
+        Err(EngineError::WeightsFile {
+            path: self.path.clone(),
+            reason: format!(
+                "{reason}: put the tokenizer.json of the model beside the file, alone in a folder, and give that folder as `model.name_or_path`"
+            ),
+        })
+    }
+}
+
+/// The tensors under transformers' names and in the order of its rows.
+fn with_transformers_names(index: Index, config: &DecoderConfig) -> std::result::Result<Index, String> {
+    let names = names(config.family);
+    let name_of = |name: &str| names.renamed(name);
+    let unknown = index
+        .tensors()
+        .find(|(name, _)| *name != ROPE_FACTORS && name_of(name).is_none());
+    if let Some((name, _)) = unknown {
+        return Err(format!(
+            "it has the tensor `{name}`, which models of the architecture `{}` do not have in this release: use another file",
+            architecture(config.family)
+        ));
+    }
+    let reordered = index.views(|name, _| {
+        let found = name_of(name).and_then(|name| {
+            let order = row_order(config, &name)?;
+            Some((name, View::Reordered(order)))
+        });
+        found.into_iter().collect()
+    });
+    let same = index.renamed(|name, shape| {
+        let name = name_of(name)?;
+        row_order(config, &name).is_none().then(|| (name, shape.to_vec()))
+    });
+    Ok(same.merged(reordered))
+}
+
+/// The config of a file. `factors`: what the frequencies are divided by.
+fn config(metadata: &Metadata, index: &Index, factors: Option<Vec<f32>>) -> std::result::Result<DecoderConfig, String> {
+    let known = || {
+        DecoderFamily::ALL
+            .map(|family| format!("`{}`", architecture(family)))
+            .join(", ")
+    };
+    let found = metadata.text("general.architecture").unwrap_or_default();
+    let family = DecoderFamily::ALL
+        .into_iter()
+        .find(|family| architecture(*family) == found);
+    let family = family.ok_or_else(|| {
+        format!(
+            "its `general.architecture` is `{found}`, which is not a language model that this release runs: expected {}",
+            known()
+        )
+    })?;
+    let key = |name: &str| format!("{found}.{name}");
+    let optional = |name: &str| metadata.number(&key(name));
+    let number = |name: &str| optional(name).ok_or_else(|| format!("`{}` is missing or no number from 0", key(name)));
+    if optional("expert_count").is_some_and(|count| count > 0) {
+        return Err(format!(
+            "it has experts (`{}`), which are not supported: use a dense model",
+            key("expert_count")
+        ));
+    }
+    let shape = |name: &str| {
+        let sides = index.shape(name).map(<[usize]>::to_vec);
+        sides.ok_or_else(|| format!("it has no tensor `{name}`: the file is not a whole model"))
+    };
+    let (width, heads, layers) = (
+        number("embedding_length")?,
+        number("attention.head_count")?,
+        number("block_count")?,
+    );
+    let kv_heads = optional("attention.head_count_kv").unwrap_or(heads);
+    if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return Err(format!(
+            "{heads} heads are not a multiple of {kv_heads} heads of keys and values"
+        ));
+    }
+    let head_width = optional("attention.key_length").unwrap_or(width / heads);
+    let positions = match family {
+        DecoderFamily::GptBigCode => PositionKind::Learned,
+        _ => PositionKind::Rotary(frequencies(metadata, found, head_width, factors)?),
+    };
+    let max_positions = match positions {
+        PositionKind::Learned => shape("position_embd.weight")?.first().copied().unwrap_or(0),
+        PositionKind::Rotary(_) => number("context_length")?,
+    };
+    let is_plain = matches!(family, DecoderFamily::GptBigCode | DecoderFamily::StarCoder2);
+    let epsilon = match is_plain {
+        true => "attention.layer_norm_epsilon",
+        false => "attention.layer_norm_rms_epsilon",
+    };
+    let has_bias = |layer: &str| index.contains(&format!("blk.0.{layer}.bias"));
+    let ends = ["eos", "eot"].map(|name| metadata.number(&format!("tokenizer.ggml.{name}_token_id")));
+    let mut end_tokens: Vec<u32> = ends
+        .into_iter()
+        .flatten()
+        .filter_map(|id| u32::try_from(id).ok())
+        .collect();
+    let config = DecoderConfig {
+        family,
+        vocab_size: shape("token_embd.weight")?.first().copied().unwrap_or(0),
+        width,
+        inner_width: number("feed_forward_length")?,
+        layers,
+        heads,
+        kv_heads,
+        head_width,
+        max_positions,
+        norm: if is_plain { NormKind::Layer } else { NormKind::Rms },
+        norm_eps: metadata
+            .float(&key(epsilon))
+            .ok_or_else(|| format!("`{}` is missing", key(epsilon)))?,
+        feed_forward: if is_plain {
+            FeedForwardKind::Plain
+        } else {
+            FeedForwardKind::Gated
+        },
+        activation: if is_plain {
+            Activation::GeluTanh
+        } else {
+            Activation::Silu
+        },
+        positions,
+        qkv_bias: has_bias("attn_q") || has_bias("attn_qkv"),
+        attention_output_bias: has_bias("attn_output"),
+        feed_forward_bias: has_bias("ffn_up"),
+        scales_scores: true,
+        windows: windows(metadata, found, layers),
+        ties_embeddings: !index.contains("output.weight"),
+        end_tokens: Vec::new(),
+    };
+    check_sizes(&config)?;
+    end_tokens.retain(|id| (*id as usize) < config.vocab_size);
+    Ok(DecoderConfig { end_tokens, ..config })
+}
+
+/// The angle per position of each pair of features of a head.
+fn frequencies(
+    metadata: &Metadata,
+    arch: &str,
+    head_width: usize,
+    factors: Option<Vec<f32>>,
+) -> std::result::Result<Vec<f32>, String> {
+    let key = |name: &str| format!("{arch}.{name}");
+    if head_width == 0 || !head_width.is_multiple_of(2) || head_width > MAX_SIZE {
+        return Err(format!(
+            "a head of {head_width} features cannot be rotated: expected an even number"
+        ));
+    }
+    let rotated = metadata.number(&key("rope.dimension_count")).unwrap_or(head_width);
+    if rotated != head_width {
+        return Err(format!(
+            "`{}` is {rotated}, and a head has {head_width} features: rotating a part of them is not supported",
+            key("rope.dimension_count")
+        ));
+    }
+    let theta = metadata.float(&key("rope.freq_base")).unwrap_or(10_000.0);
+    if !theta.is_finite() || theta <= 0.0 {
+        return Err(format!(
+            "`{}` is {theta}: expected a positive number",
+            key("rope.freq_base")
+        ));
+    }
+    let factor = match metadata.text(&key("rope.scaling.type")) {
+        None | Some("none") => 1.0,
+        Some("linear") => metadata.float(&key("rope.scaling.factor")).unwrap_or(1.0) as f32,
+        Some(other) => {
+            return Err(format!(
+                "`{}` is `{other}`: expected `none` or `linear`",
+                key("rope.scaling.type")
+            ));
+        }
+    };
+    let factors = factors.unwrap_or_else(|| vec![1.0; head_width / 2]);
+    if factors.len() != head_width / 2 {
+        return Err(format!(
+            "`{ROPE_FACTORS}` has {} numbers: expected {}, half as many as a head has features",
+            factors.len(),
+            head_width / 2
+        ));
+    }
+    let all: Vec<f32> = plain_frequencies(theta, head_width)
+        .zip(factors)
+        .map(|(plain, own)| plain / own / factor)
+        .collect();
+    match all.iter().all(|frequency| frequency.is_finite()) {
+        true => Ok(all),
+        false => Err("the factors of its rotary embedding are not positive numbers".into()),
+    }
+}
+
+/// The sliding window of each block, which only files of aitk have for these models.
+fn windows(metadata: &Metadata, arch: &str, layers: usize) -> Vec<Option<usize>> {
+    let window = metadata
+        .number(&format!("{arch}.attention.sliding_window"))
+        .filter(|window| *window > 0);
+    let uses = metadata.wholes(&format!("{arch}.attention.sliding_window_pattern"));
+    let of_layer = |layer: usize| match uses {
+        Some(uses) => window.filter(|_| uses.get(layer).is_some_and(|uses| *uses != 0)),
+        None => window,
+    };
+    (0..layers.min(MAX_LAYERS)).map(of_layer).collect()
+}

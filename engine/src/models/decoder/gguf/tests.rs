@@ -1,0 +1,231 @@
+//! Exports tiny models and reads them back: the same logits, the same tokens, the same texts.
+
+use super::super::byte_tokenizer::{END, write_tokenizer};
+use super::super::formula_weights::{expected, write_model};
+use super::super::{Decoder, DecoderOptions, TextTokenizer, TokenMask, open_tokenizer};
+use super::GgufExport;
+use crate::testing::compute_on_this_thread;
+use aitk_common::job::lm_export::LmExportType;
+use candle_core::{Device, Tensor};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// The tokens that the byte tokenizer has, and unused ones.
+const VOCABULARY: usize = 264;
+
+/// The config of a tiny model that can be exported.
+fn config(name: &str) -> Value {
+    let mut config = expected()["models"][name]["config"].clone();
+    config["vocab_size"] = json!(VOCABULARY);
+    config["eos_token_id"] = json!(END);
+    match name {
+        "starcoder_heads" => {
+            config["scale_attn_weights"] = json!(true);
+            config["activation_function"] = json!("gelu_pytorch_tanh");
+        }
+        "starcoder2_plain" => config["hidden_act"] = json!("gelu_pytorch_tanh"),
+        _ => {}
+    }
+    config
+}
+
+const MODELS: [&str; 8] = [
+    "starcoder",
+    "starcoder_heads",
+    "starcoder2",
+    "starcoder2_plain",
+    "qwen2",
+    "qwen2_windows",
+    "llama",
+    "llama_biases",
+];
+
+/// The logits of a text, flat.
+fn logits(path: &Path) -> Vec<f32> {
+    let model = Decoder::load(path, &DecoderOptions::cpu()).unwrap();
+    let ids: Vec<u32> = (0..19).map(|i| (i * 37 + 5) % 256).collect();
+    let ids = Tensor::from_vec(ids, (1, 19), &Device::Cpu).unwrap();
+    let hidden = model.hidden(&ids, &TokenMask::Causal).unwrap();
+    model.logits(&hidden).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn export(folder: &Path, file: &Path, dtype: LmExportType) {
+    let model = Decoder::load(folder, &DecoderOptions::cpu()).unwrap();
+    let export = GgufExport::new(&model, folder, "tiny", dtype).unwrap();
+    let tensors = model.tensors().unwrap();
+    let mut out = std::fs::File::create(file).unwrap();
+    export
+        .write(&mut out, |name| {
+            let (_, weight) = tensors.iter().find(|(known, _)| known == name).unwrap();
+            Ok(weight.dense()?)
+        })
+        .unwrap();
+}
+
+#[test]
+fn models_of_every_family_have_the_same_logits_after_export() {
+    compute_on_this_thread();
+    for name in MODELS {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+        write_model(&folder, &config(name));
+        write_tokenizer(&folder, VOCABULARY);
+        export(&folder, &file, LmExportType::F32);
+        let (before, after) = (logits(&folder), logits(&file));
+        let largest = before.iter().fold(0f32, |most, value| most.max(value.abs()));
+        for (a, b) in before.iter().zip(&after) {
+            assert!((a - b).abs() <= 1e-5 * largest, "{name}: {a} {b}");
+        }
+        // A type with rounding: the numbers are close, and not the same.
+        export(&folder, &file, LmExportType::Q8_0);
+        let rounded = logits(&file);
+        let error = before
+            .iter()
+            .zip(&rounded)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        assert!(error > 0.0 && error < 0.1 * largest, "{name}: {error} of {largest}");
+        let (config, _) = open_tokenizer(&file).unwrap();
+        let mut expected = Decoder::load(&folder, &DecoderOptions::cpu()).unwrap().config().clone();
+        // A layer without a bias may have one of zeros.
+        expected.attention_output_bias = config.attention_output_bias;
+        expected.feed_forward_bias = config.feed_forward_bias;
+        // Frequencies pass through quotients of f32; they were compared by their logits.
+        expected.positions = config.positions.clone();
+        expected.norm_eps = config.norm_eps;
+        assert_eq!(config, expected, "{name}");
+    }
+}
+
+#[test]
+fn the_tokenizer_is_the_same_after_export() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+    write_model(&folder, &config("qwen2"));
+    write_tokenizer(&folder, VOCABULARY);
+    export(&folder, &file, LmExportType::F16);
+    let before = TextTokenizer::open(&folder, VOCABULARY).unwrap();
+    let (_, after) = open_tokenizer(&file).unwrap();
+    for text in [
+        "",
+        "fn main() {}\n",
+        "ünï ½ 日本 \u{1F600}",
+        "a <fim_prefix> b<|endoftext|>",
+        "  12 345\t",
+    ] {
+        assert_eq!(after.encode(text).unwrap(), before.encode(text).unwrap(), "{text:?}");
+        let ids = before.encode(text).unwrap();
+        assert_eq!(after.decode(&ids).unwrap(), before.decode(&ids).unwrap());
+    }
+    assert_eq!(after.fill_tokens(), before.fill_tokens());
+}
+
+#[test]
+fn merges_digits_and_the_first_token_survive_the_export() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+    write_model(&folder, &config("qwen2"));
+    write_tokenizer(&folder, VOCABULARY);
+    let path = folder.join("tokenizer.json");
+    let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    json["pre_tokenizer"] = super::pre_tokenizer::section_of("starcoder").unwrap();
+    json["model"]["vocab"]["12"] = json!(256);
+    json["model"]["vocab"]["fn"] = json!(257);
+    json["model"]["merges"] = json!([["1", "2"], ["f", "n"]]);
+    json["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [END + 2], "tokens": ["<|endoftext|>"]}},
+    });
+    std::fs::write(&path, json.to_string()).unwrap();
+    let model = Decoder::load(&folder, &DecoderOptions::cpu()).unwrap();
+    // llama.cpp puts `bos_token` before a text, and this model has none.
+    let error = GgufExport::new(&model, &folder, "tiny", LmExportType::F16).unwrap_err();
+    assert!(error.to_string().contains("bos_token"), "{error}");
+    std::fs::write(
+        folder.join("tokenizer_config.json"),
+        json!({"bos_token": {"content": "<|endoftext|>"}}).to_string(),
+    )
+    .unwrap();
+    export(&folder, &file, LmExportType::F16);
+    let before = TextTokenizer::open(&folder, VOCABULARY).unwrap();
+    let (_, after) = open_tokenizer(&file).unwrap();
+    for text in ["fn 12", "fnfn", "x", ""] {
+        assert_eq!(after.encode(text).unwrap(), before.encode(text).unwrap(), "{text:?}");
+    }
+    assert_eq!(after.encode("fn12").unwrap()[..2], [END + 2, 257]);
+}
+
+#[test]
+fn what_llama_cpp_does_not_compute_is_refused() {
+    let refused = |name: &str, key: &str, value: Value| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = config(name);
+        config[key] = value;
+        write_model(dir.path(), &config);
+        write_tokenizer(dir.path(), VOCABULARY);
+        let model = Decoder::load(dir.path(), &DecoderOptions::cpu()).unwrap();
+        GgufExport::new(&model, dir.path(), "tiny", LmExportType::F16)
+            .unwrap_err()
+            .to_string()
+    };
+    for (name, key, value, message) in [
+        ("starcoder2", "hidden_act", json!("gelu"), "GeluTanh"),
+        ("starcoder", "scale_attn_weights", json!(false), "scale_attn_weights"),
+        ("starcoder2", "head_dim", json!(6), "4 heads of 6"),
+        (
+            "qwen2",
+            "rope_scaling",
+            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+            "llama3",
+        ),
+    ] {
+        let error = refused(name, key, value);
+        assert!(error.contains(message) && error.contains("config.json"), "{error}");
+    }
+}
+
+#[test]
+fn other_files_are_refused_with_a_reason() {
+    use crate::weights::{GgufLayout, GgufValue};
+    use candle_core::quantized::GgmlDType;
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.gguf");
+    let error = |arch: &str, tensor: &str| {
+        let mut layout = GgufLayout::default();
+        layout.set("general.architecture", GgufValue::Text(arch.into()));
+        for key in [
+            "embedding_length",
+            "attention.head_count",
+            "block_count",
+            "feed_forward_length",
+            "context_length",
+        ] {
+            layout.set(format!("{arch}.{key}"), GgufValue::Unsigned(2));
+        }
+        layout.set(
+            format!("{arch}.attention.layer_norm_rms_epsilon"),
+            GgufValue::Float(1e-5),
+        );
+        layout.set(format!("{arch}.attention.key_length"), GgufValue::Unsigned(2));
+        layout.add(tensor, GgmlDType::F32, [3, 2]);
+        let mut bytes = Vec::new();
+        let zeros = Tensor::zeros((3, 2), candle_core::DType::F32, &Device::Cpu).unwrap();
+        layout.write(&mut bytes, |_| Ok(zeros.clone())).unwrap();
+        std::fs::write(&file, bytes).unwrap();
+        match Decoder::load(&file, &DecoderOptions::cpu()) {
+            Err(error) => error.to_string(),
+            Ok(_) => panic!("{arch} {tensor}"),
+        }
+    };
+    let found = error("mamba", "token_embd.weight");
+    assert!(found.contains("`mamba`") && found.contains("`starcoder2`"), "{found}");
+    let found = error("llama", "blk.0.ssm_in.weight");
+    assert!(found.contains("token_embd.weight"), "{found}");
+    let found = error("llama", "token_embd.weight");
+    assert!(found.contains("blk.0") || found.contains("model.layers.0"), "{found}");
+    std::fs::write(&file, "not a model").unwrap();
+    let found = Decoder::load(&file, &DecoderOptions::cpu()).unwrap_err().to_string();
+    assert!(found.contains("GGUF"), "{found}");
+}

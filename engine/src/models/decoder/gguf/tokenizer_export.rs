@@ -1,0 +1,155 @@
+//! The metadata of a tokenizer in GGUF files (`tokenizer.ggml.*`), from `tokenizer.json`.
+
+use super::super::tokenizer::TextTokenizer;
+use super::pre_tokenizer;
+use crate::error::{EngineError, Result};
+use crate::models::config;
+use crate::weights::GgufValue;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// llama.cpp's types of tokens (`LLAMA_TOKEN_TYPE_…`).
+pub(super) const NORMAL: i32 = 1;
+pub(super) const CONTROL: i32 = 3;
+pub(super) const USER_DEFINED: i32 = 4;
+pub(super) const UNUSED: i32 = 5;
+
+/// What a reader of the file does with a text: the keys and their values.
+pub(super) fn metadata(
+    folder: &Path,
+    tokenizer: &TextTokenizer,
+    vocab_size: usize,
+    end_tokens: &[u32],
+) -> Result<Vec<(String, GgufValue)>> {
+    let path = folder.join("tokenizer.json");
+    let json = config::read_json(&path)?;
+    let refuse = |message: String| EngineError::model_config(&path, message);
+    let model = json.get("model").unwrap_or(&Value::Null);
+    if model.get("type").and_then(Value::as_str) != Some("BPE") {
+        return Err(refuse(
+            "only byte-level BPE tokenizers are written to GGUF files, and this one is of another type".into(),
+        ));
+    }
+    let pre = pre_tokenizer::name_of(json.get("pre_tokenizer").unwrap_or(&Value::Null)).map_err(|found| {
+        refuse(format!(
+            "llama.cpp has a name for each rule by which tokenizers split texts, and the rule of this tokenizer ({found}) is none of those \
+             that this release knows: {}",
+            pre_tokenizer::known_names()
+        ))
+    })?;
+    let tokens = tokens(&json, tokenizer, vocab_size).map_err(refuse)?;
+    let merges = merges(model).map_err(refuse)?;
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let (names, types) = tokens.into_iter().unzip();
+    let mut out = vec![
+        (key("model"), GgufValue::Text("gpt2".into())),
+        (key("pre"), GgufValue::Text(pre.into())),
+        (key("tokens"), GgufValue::Texts(names)),
+        (key("token_type"), GgufValue::Integers(types)),
+        (key("merges"), GgufValue::Texts(merges)),
+    ];
+    let mut ids = special_ids(folder, tokenizer, vocab_size)?;
+    if let [first, rest @ ..] = end_tokens {
+        ids.entry("eos").or_insert(*first);
+        // A second token that ends a text, such as the end of a turn.
+        let other = end_tokens.iter().find(|id| Some(*id) != ids.get("eos"));
+        if let Some(other) = other.filter(|_| !rest.is_empty()).copied() {
+            ids.insert("eot", other);
+        }
+    }
+    if let Some(fill) = tokenizer.fill_tokens() {
+        let [prefix, suffix, middle] = fill.ids;
+        ids.extend([("fim_pre", prefix), ("fim_suf", suffix), ("fim_mid", middle)]);
+    }
+    out.extend(
+        ids.iter()
+            .map(|(name, id)| (key(&format!("{name}_token_id")), GgufValue::Unsigned(*id))),
+    );
+    let begins = begins_with(tokenizer)?;
+    if let Some(id) = begins.filter(|id| ids.get("bos") != Some(id)) {
+        return Err(refuse(format!(
+            "the tokenizer begins each text with the token {id}, which is not its `bos_token`: llama.cpp would begin texts otherwise"
+        )));
+    }
+    out.push((key("add_bos_token"), GgufValue::Flag(begins.is_some())));
+    Ok(out)
+}
+
+/// The token that the tokenizer puts before a text.
+fn begins_with(tokenizer: &TextTokenizer) -> Result<Option<u32>> {
+    Ok(tokenizer.encode("")?.first().copied())
+}
+
+/// The name and the type of each id. Ids without a token are unused. The ids are those that the tokenizer uses: a file may name others for tokens
+/// that are added to its vocabulary.
+fn tokens(
+    json: &Value,
+    tokenizer: &TextTokenizer,
+    vocab_size: usize,
+) -> std::result::Result<Vec<(String, i32)>, String> {
+    let mut tokens: Vec<(String, i32)> = (0..vocab_size).map(|id| (format!("[PAD{id}]"), UNUSED)).collect();
+    let mut set = |name: &str, kind: i32| {
+        let id = tokenizer
+            .token_id(name)
+            .ok_or_else(|| format!("the token `{name}` has no id"))?;
+        let slot = usize::try_from(id).ok().and_then(|id| tokens.get_mut(id));
+        let slot = slot.ok_or_else(|| format!("the token `{name}` has the id {id}, and the model has {vocab_size}"))?;
+        *slot = (name.to_owned(), kind);
+        Ok::<_, String>(())
+    };
+    let vocab = json.pointer("/model/vocab").and_then(Value::as_object);
+    for name in vocab.ok_or("it has no `model.vocab`")?.keys() {
+        set(name, NORMAL)?;
+    }
+    for token in json.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
+        let name = token.get("content").and_then(Value::as_str).unwrap_or_default();
+        let is_special = token.get("special").and_then(Value::as_bool).unwrap_or(false);
+        set(name, if is_special { CONTROL } else { USER_DEFINED })?;
+    }
+    Ok(tokens)
+}
+
+/// The merges, in their order: `a b`.
+fn merges(model: &Value) -> std::result::Result<Vec<String>, String> {
+    let list = model.get("merges").and_then(Value::as_array);
+    let merge = |merge: &Value| match merge {
+        Value::String(text) => Some(text.clone()),
+        // Newer files have pairs, whose parts have no spaces: bytes are mapped to other characters.
+        pair => Some(format!("{} {}", pair.get(0)?.as_str()?, pair.get(1)?.as_str()?)),
+    };
+    let all: Option<Vec<String>> = list.ok_or("it has no `model.merges`")?.iter().map(merge).collect();
+    all.ok_or_else(|| "an entry of `model.merges` is no pair of texts".to_owned())
+}
+
+/// The ids of the special tokens that `tokenizer_config.json` names, or else `config.json`.
+fn special_ids(folder: &Path, tokenizer: &TextTokenizer, vocab_size: usize) -> Result<BTreeMap<&'static str, u32>> {
+    let read = |name: &str| match folder.join(name) {
+        path if path.is_file() => config::read_json(&path),
+        _ => Ok(Value::Null),
+    };
+    let (names, numbers) = (read("tokenizer_config.json")?, read("config.json")?);
+    let mut ids = BTreeMap::new();
+    for (key, kind) in [
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("unk_token", "unknown"),
+        ("pad_token", "padding"),
+    ] {
+        let name = match names.get(key) {
+            Some(Value::String(name)) => Some(name.as_str()),
+            Some(token) => token.get("content").and_then(Value::as_str),
+            None => None,
+        };
+        let number = match numbers.get(format!("{key}_id")) {
+            Some(Value::Array(ids)) => ids.first().and_then(Value::as_u64),
+            other => other.and_then(Value::as_u64),
+        };
+        let number = number.and_then(|id| u32::try_from(id).ok());
+        let id = name.and_then(|name| tokenizer.token_id(name)).or(number);
+        if let Some(id) = id.filter(|id| (*id as usize) < vocab_size) {
+            ids.insert(kind, id);
+        }
+    }
+    Ok(ids)
+}

@@ -1,0 +1,131 @@
+//! A language model whose weights stay in their files, with the changes of a LoRA.
+
+use super::super::language_model_part::language_model_part;
+use crate::adapters::{LoadedAdapter, load_lora};
+use crate::error::{EngineError, Result};
+use crate::models::decoder::{Decoder, DecoderOptions};
+use crate::nn::{LayerMut, LowRank, VisitLayers as _};
+use crate::weights::Weight;
+use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// A model and what a LoRA adds to its weights.
+pub(super) struct MergedModel {
+    /// The model without the LoRA.
+    pub(super) decoder: Decoder,
+    /// The LoRA, as it was loaded.
+    pub(super) lora: Option<LoadedAdapter>,
+    tensors: BTreeMap<String, Weight>,
+    /// What is added, by the name of the tensor.
+    changes: BTreeMap<String, LowRank>,
+}
+
+impl MergedModel {
+    /// Opens a model folder and a LoRA for it. `only_shapes`: no weight is read.
+    ///
+    /// # Errors
+    /// When one of them cannot be used, or the LoRA cannot be merged.
+    pub(super) fn open(folder: &Path, lora: Option<&Path>, strength: f64, only_shapes: bool) -> Result<Self> {
+        let options = DecoderOptions {
+            streamed: if only_shapes { 0.0 } else { 1.0 },
+            only_shapes,
+            ..DecoderOptions::cpu()
+        };
+        let decoder = Decoder::load(folder, &options)?;
+        let mut model = Self {
+            tensors: decoder.tensors()?.into_iter().collect(),
+            decoder,
+            lora: None,
+            changes: BTreeMap::new(),
+        };
+        if let Some(path) = lora {
+            model.add_lora(path, strength)?;
+        }
+        Ok(model)
+    }
+
+    fn add_lora(&mut self, path: &Path, strength: f64) -> Result<()> {
+        // Adapters are attached to a copy, which shares all weights.
+        let mut adapted = self.decoder.clone();
+        let loaded = load_lora(&mut [language_model_part(&mut adapted)], path, strength)?;
+        if let Some(first) = loaded.unknown.first() {
+            return Err(EngineError::bad_input(format!(
+                "{}: {} of its tensors belong to no linear layer of this model's blocks, such as `{first}`, so the merged model would lack \
+                 what they change: use a LoRA of this model with adapters of such layers alone",
+                path.display(),
+                loaded.unknown.len()
+            )));
+        }
+        let changes = &mut self.changes;
+        let refuse = |name: &str| {
+            EngineError::bad_input(format!(
+                "{}: its adapter of `{name}` is no LoRA (DoRA, LoKr and others are not merged yet): merge it with peft, or use a LoRA",
+                path.display()
+            ))
+        };
+        adapted.visit_layers(&mut |name, layer| {
+            let LayerMut::Linear(layer) = layer else {
+                return Ok(());
+            };
+            for adapter in &layer.adapters {
+                // Without strength there is no change.
+                if strength != 0.0 {
+                    let change = adapter.low_rank().ok_or_else(|| refuse(name))?;
+                    changes.insert(format!("{name}.weight"), change);
+                }
+            }
+            Ok(())
+        })?;
+        adapted.visit_norms(&mut |name, layer| match layer {
+            LayerMut::Norm(norm) if !norm.adapters.is_empty() => Err(refuse(name)),
+            _ => Ok(()),
+        })?;
+        self.lora = Some(loaded);
+        Ok(())
+    }
+
+    /// The number of tensors.
+    pub(super) fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// A tensor of the merged model by transformers' name, in f32. A sum is computed in f32.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub(super) fn tensor(&self, name: &str) -> Result<Tensor> {
+        let weight = self.tensors.get(name);
+        let weight = weight.ok_or_else(|| EngineError::Internal(format!("`{name}` is missing")))?;
+        let dense = weight.dense()?.to_dtype(DType::F32)?;
+        let Some(LowRank { down, up, scale }) = self.changes.get(name) else {
+            return Ok(dense);
+        };
+        let product = up
+            .detach()
+            .to_dtype(DType::F32)?
+            .matmul(&down.detach().to_dtype(DType::F32)?)?;
+        Ok((dense + (product * *scale)?)?)
+    }
+}
+
+/// Checks that a number format has all numbers of a tensor.
+///
+/// # Errors
+/// When one is not finite in it.
+pub(super) fn check_range(name: &str, tensor: &Tensor, dtype: DType) -> Result<()> {
+    if tensor.elem_count() == 0 {
+        return Ok(());
+    }
+    let largest = tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+    let limit = match dtype {
+        DType::F16 => half::f16::MAX.to_f32(),
+        _ => f32::MAX,
+    };
+    match largest <= limit {
+        true => Ok(()),
+        false => Err(EngineError::bad_input(format!(
+            "`{name}` has a number of the size {largest}, which {dtype:?} does not have: use `save.dtype: bf16` or `f32`"
+        ))),
+    }
+}
