@@ -95,9 +95,7 @@ impl Prompts {
                 .unwrap_or_default()
         };
         let (prompts, gaps) = (list("/generate/prompts"), list("/generate/fill"));
-        let is_file = body
-            .pointer("/generate/prompts")
-            .is_some_and(|value| text_source_is_file(value));
+        let is_file = body.pointer("/generate/prompts").is_some_and(text_source_is_file);
         let length = |value: &Value, key: &str| value.pointer(key).and_then(Value::as_str).map_or(0, str::len);
         let of_texts = prompts.iter().map(|prompt| prompt.as_str().map_or(0, str::len));
         let of_gaps = gaps.iter().map(|gap| length(gap, "/prefix") + length(gap, "/suffix"));
