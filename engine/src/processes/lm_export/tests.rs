@@ -40,13 +40,14 @@ fn config(name: &str) -> Value {
             "activation_function": "gelu_pytorch_tanh",
         }),
         _ => json!({
-            "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": null,
+            "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
             "max_position_embeddings": 512,
         }),
     };
     for (key, value) in changes.as_object().unwrap() {
         config[key] = value.clone();
     }
+    config.as_object_mut().unwrap().remove("head_dim");
     config["vocab_size"] = json!(VOCABULARY);
     config["eos_token_id"] = json!(END);
     match name {
