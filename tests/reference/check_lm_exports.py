@@ -8,28 +8,27 @@ engine generated from them, 64 tokens of eight prompts (`DTYPE.jsonl`). Needs th
 `gguf` and `xllamacpp`, which has llama.cpp compiled.
 
 - gguf: names, shapes and types of the tensors; the numbers within the error of their type.
-- llama.cpp: the same tokens. It rounds the activations of a product to the type of the weights (f16, q8_0, q8_k), and this engine does not: where
-  its token is another one, ours must be as probable but for this rounding, and all tokens of f32 files must be the same.
+- llama.cpp: the same tokens, from the file with its weights dequantised to float32: this engine computes in float32. With the file itself llama.cpp
+  rounds the activations of each product too (to f16, bf16, q8_0 or q8_k), so that tokens of random models differ; their number is only shown.
 - transformers: the folder with a merged LoRA has the numbers of peft's `merge_and_unload`.
 """
 
 import json
 import pathlib
 import sys
+import tempfile
 
 import numpy as np
 import torch
 import xllamacpp
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 # The largest error of a number, as a share of the largest number of the tensor.
-NUMBER = {"F32": 0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.005, "Q6_K": 0.04, "Q4_K": 0.1}
-# By how much less probable our token may be where llama.cpp chooses another one: a difference of logarithms.
-LOG_PROBABILITY = {"f32": 1e-3, "f16": 0.1, "bf16": 0.5, "q8_0": 0.5, "q4_k": 1.0}
-ALTERNATIVES = 64
+NUMBER = {"F32": 0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.005, "Q6_K": 0.04, "Q4_K": 0.12}
+TOKENS = 64
 
 
 def gguf_name(name, family):
@@ -84,19 +83,26 @@ def check_numbers(path, model):
     return types
 
 
-def complete(server, prompt, count):
-    """The most probable tokens after a prompt of text or token ids, each with the log probabilities of its alternatives, and the number of the
-    prompt's tokens."""
-    answer = server.handle_completions(
-        {"prompt": prompt, "n_predict": count, "temperature": 0.0, "top_k": 1, "cache_prompt": False, "n_probs": ALTERNATIVES}
-    )
-    content = (answer["choices"][0]["logprobs"] or {"content": []})["content"]
-    tokens = [one["id"] for one in content]
-    return tokens, [{other["id"]: other["logprob"] for other in one["top_logprobs"]} for one in content], answer["usage"]["prompt_tokens"]
+def write_dequantized(path, out):
+    """Writes the same model with all tensors in float32."""
+    reader = GGUFReader(path)
+    writer = GGUFWriter(out, reader.get_field("general.architecture").contents())
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        numbers = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, numbers.reshape([int(side) for side in reversed(tensor.shape)]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def check_tokens(path, expected, dtype):
-    """The number of prompts with the same tokens, and by how much less probable our token is where one differs."""
+def same_tokens(path, expected):
+    """The number of prompts that llama.cpp continues with the same tokens."""
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx = 1024
@@ -107,26 +113,16 @@ def check_tokens(path, expected, dtype):
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
-    same, worst = 0, 0.0
+    same = 0
     for record in expected:
-        tokens, prompt = record["token_ids"], record["prompt_ids"]
-        _, _, length = complete(server, record["prompt"], 1)
-        assert length == len(prompt), (path, record["prompt"], length)
-        done, is_same = 0, True
-        while done < len(tokens):
-            found, alternatives, _ = complete(server, prompt + tokens[:done], len(tokens) - done)
-            rest = tokens[done:]
-            at = next((i for i, token in enumerate(rest) if i >= len(found) or found[i] != token), None)
-            if at is None:
-                break
-            # llama.cpp goes on after our token.
-            is_same = False
-            assert at < len(alternatives), (path, record["prompt"], "llama.cpp ends the text")
-            worst = max(worst, max(alternatives[at].values()) - alternatives[at].get(rest[at], -1e9))
-            done += at + 1
-        same += is_same
-    assert worst <= LOG_PROBABILITY[dtype], (path, worst)
-    return same, worst
+        answer = server.handle_completions(
+            {"prompt": record["prompt"], "n_predict": TOKENS, "temperature": 0.0, "top_k": 1, "cache_prompt": False, "n_probs": 1}
+        )
+        length = answer["usage"]["prompt_tokens"]
+        assert length == len(record["prompt_ids"]), (path, record["prompt"], length)
+        found = [one["id"] for one in answer["choices"][0]["logprobs"]["content"]]
+        same += found[:TOKENS] == record["token_ids"]
+    return same
 
 
 def main():
@@ -152,9 +148,15 @@ def main():
             texts = folder / f"{dtype}.jsonl"
             if texts.is_file():
                 expected = [json.loads(line) for line in texts.read_text().splitlines()]
-                same, worst = check_tokens(path, expected, dtype)
-                line += f", {same} of {len(expected)} prompts have the same tokens, log probability of others {worst:.1e}"
-                assert dtype != "f32" or same == len(expected), line
+                count = len(expected)
+                with tempfile.TemporaryDirectory() as temporary:
+                    dequantized = pathlib.Path(temporary) / "f32.gguf"
+                    write_dequantized(path, dequantized)
+                    same = same_tokens(dequantized, expected)
+                line += f"; {same} of {count} prompts have the same {TOKENS} tokens, {same_tokens(path, expected)} with rounded activations"
+                # llama.cpp's GELU is a table of half floats.
+                least = count if model.config.model_type in ("llama", "qwen2") else count - 2
+                assert same >= least, line
             print(line, flush=True)
             checked += 1
     assert checked, "there are no exports"

@@ -122,6 +122,21 @@ fn text_source_is_file(value: &Value) -> bool {
     value.as_str().is_some_and(|path| !path.is_empty())
 }
 
+/// Bytes that are in memory at a time.
+struct Parts {
+    /// Weights that stay.
+    weights: f64,
+    /// Of these, the table of embeddings.
+    table: f64,
+    /// Keys and values.
+    cache: f64,
+    /// Activations of a chunk of a prompt.
+    activations: f64,
+    logits: f64,
+    /// The largest weight that is dequantised or read at each use.
+    read: f64,
+}
+
 struct Generation<'a> {
     body: &'a Value,
     counts: ParameterCounts,
@@ -134,16 +149,41 @@ impl Generation<'_> {
         let dtype = dtype_bytes(text(self.body, "/model/dtype"));
         let on_gpu = |factors: &DeviceFactors| {
             MemoryProfile::on(false).map(|profile| {
-                let bytes = whole(self.need(profile, dtype, false).bytes(factors));
+                let bytes = whole(self.need(profile, dtype).bytes(factors));
                 bytes.div_ceil(GPU_GRANULARITY) * GPU_GRANULARITY
             })
         };
-        let on_cpu = |profile| whole(self.need(profile, 4.0, true).bytes(&CPU));
+        let on_cpu = |profile| whole(self.cpu_bytes(profile));
         MemoryNeed::new([&CUDA, &METAL].map(on_gpu), MemoryProfile::on(true).map(on_cpu))
     }
 
+    /// The memory on a CPU, fitted to measurements (docs/memory-measurements.md).
+    fn cpu_bytes(&self, profile: MemoryProfile) -> f64 {
+        let parts = self.parts(profile, 4.0, true);
+        let resident = 1.05 * parts.weights + 0.24 * parts.table + 1.7 * parts.cache;
+        1.02 * (CPU_BASE + resident + 0.31 * parts.activations + parts.read)
+    }
+
+    /// The memory on a GPU. `width`: bytes of a number of the arithmetic.
+    fn need(&self, profile: MemoryProfile, width: f64) -> Need {
+        let parts = self.parts(profile, width, false);
+        let transient = parts.activations + parts.logits + parts.read;
+        Need {
+            weights: parts.weights,
+            quantised: 0.0,
+            phases: vec![Phase {
+                held: parts.cache,
+                transient,
+            }],
+            recycled: transient,
+            small_fraction: 0.0,
+            pages_returned: MemoryOptions::of(profile).pages_returned,
+            has_several_images: false,
+        }
+    }
+
     /// `width`: bytes of a number of the arithmetic; 4 on a CPU.
-    fn need(&self, profile: MemoryProfile, width: f64, is_cpu: bool) -> Need {
+    fn parts(&self, profile: MemoryProfile, width: f64, is_cpu: bool) -> Parts {
         let options = MemoryOptions::of(profile);
         let shapes = &self.shapes;
         let n = f64::from;
@@ -181,15 +221,13 @@ impl Generation<'_> {
         let features = ACTIVATION_WIDTHS * n(shapes.width) + HIDDEN_WIDTHS * n(shapes.intermediate);
         let scores = n(shapes.heads) * chunk * self.prompts.longest;
         let logits = LOGIT_COPIES * texts * n(shapes.vocabulary) * 4.0;
-        let transient = (chunk.max(texts) * features + scores) * width + logits + read;
-        Need {
+        Parts {
             weights,
-            quantised: 0.0,
-            phases: vec![Phase { held: cache, transient }],
-            recycled: transient,
-            small_fraction: 0.0,
-            pages_returned: options.pages_returned,
-            has_several_images: false,
+            table: table * width * (1.0 - options.denoiser_streamed),
+            cache,
+            activations: (chunk.max(texts) * features + scores) * width,
+            logits,
+            read,
         }
     }
 
@@ -203,6 +241,8 @@ impl Generation<'_> {
     }
 }
 
+/// Bytes of the program on a CPU.
+const CPU_BASE: f64 = 0.051 * 1_073_741_824.0;
 /// Features of a token that are in memory at a time, in widths.
 const ACTIVATION_WIDTHS: f64 = 8.0;
 /// The same in widths of the hidden layer of the feed-forward network.

@@ -92,7 +92,7 @@ def parameters(config):
 
 
 def write_model(folder, config, dtype, rng):
-    """Random weights, and a tokenizer of which each byte is a token."""
+    """Random weights, and a tokenizer with a token for `abc`: a token of code has about three bytes."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     size = {"BF16": 2, "F16": 2, "F32": 4}[dtype]
@@ -119,7 +119,7 @@ def write_model(folder, config, dtype, rng):
         "post_processor": None, "decoder": bytes_,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-            "byte_fallback": False, "vocab": {byte: i for i, byte in enumerate(sorted(alphabet))}, "merges": [],
+            "byte_fallback": False, "vocab": {token: i for i, token in enumerate([*sorted(alphabet), "ab", "abc"])}, "merges": ["a b", "ab c"],
         },
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -168,7 +168,7 @@ def main():
             else:
                 name = str(model)
             batch, length, new = rng.choice([1, 1, 4, 8]), rng.choice([8, 100, 700]), rng.choice([8, 32])
-            generate = {"prompts": ["x" * length] * batch, "max_new_tokens": new, "batch_size": batch, "stream": False}
+            generate = {"prompts": ["abc" * length] * batch, "max_new_tokens": new, "batch_size": batch, "stream": False}
             process = {"type": "lm_generate", "output_folder": "texts", "model": {"name_or_path": name, "dtype": "float32"}, "generate": generate}
             profile = rng.choice(PROFILES)
             found = run(options.aitk, {"job": "generate", "config": {"name": "m", "process": [process]}}, profile, folder)

@@ -9,7 +9,7 @@ use crate::testing::{attempt, compute_on_this_thread, in_own_folder};
 use crate::weights::write_tensors;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::{Format, LoadOptions, parse};
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, safetensors};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -40,13 +40,14 @@ fn config(name: &str) -> Value {
             "activation_function": "gelu_pytorch_tanh",
         }),
         _ => json!({
-            "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": null,
+            "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
             "max_position_embeddings": 512,
         }),
     };
     for (key, value) in changes.as_object().unwrap() {
         config[key] = value.clone();
     }
+    config.as_object_mut().unwrap().remove("head_dim");
     config["vocab_size"] = json!(VOCABULARY);
     config["eos_token_id"] = json!(END);
     match name {
@@ -59,8 +60,30 @@ fn config(name: &str) -> Value {
     config
 }
 
+/// Sets the vectors of tokens that are no ASCII text to zero, so that they are never the most probable ones: llama.cpp's server reports no
+/// tokens that are parts of characters.
+fn silence_bytes(file: &Path) {
+    let mut tensors: BTreeMap<String, Tensor> = safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect();
+    let is_text = |id: u32| id < 94 || [220, 256, 257].contains(&id);
+    let kept: Vec<f32> = (0..VOCABULARY as u32)
+        .map(|id| f32::from(u8::from(is_text(id))))
+        .collect();
+    let kept = Tensor::from_vec(kept, (VOCABULARY, 1), &Device::Cpu).unwrap();
+    for (name, tensor) in &mut tensors {
+        if ["wte.weight", "embed_tokens.weight", "lm_head.weight"]
+            .iter()
+            .any(|end| name.ends_with(end))
+        {
+            *tensor = tensor.broadcast_mul(&kept).unwrap();
+        }
+    }
+    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    write_tensors(&mut std::fs::File::create(file).unwrap(), &tensors, &metadata).unwrap();
+}
+
 fn write_base(folder: &Path, name: &str) {
     write_model(folder, &config(name));
+    silence_bytes(&folder.join("model.safetensors"));
     write_tokenizer(folder, VOCABULARY);
     let path = folder.join("tokenizer.json");
     let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
