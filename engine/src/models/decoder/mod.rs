@@ -15,15 +15,18 @@ mod config_json;
 pub(crate) mod formula_weights;
 mod layout;
 mod model;
+mod new_model;
 mod rope;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
 mod token_mask;
 mod tokenizer;
+mod train_tokenizer;
 
 pub use cache::KeyValueCache;
 pub use config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
 pub use model::{Decoder, DecoderOptions};
 pub use token_mask::TokenMask;
 pub use tokenizer::{FillTokens, TextTokenizer};
+pub use train_tokenizer::{END_TOKEN, train_tokenizer};
