@@ -1,6 +1,6 @@
 //! Translates the keys of a universal training config.
 
-use super::Keys;
+use super::keys::Keys;
 use crate::job::node::{Entry, Mark, Node, Value};
 
 /// What the keys become: the keys of the job's sections with their positions.
