@@ -146,7 +146,9 @@ fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
     let lines: Vec<String> = placeholders
         .map(|input| {
             let what = match input.kind {
-                InputKind::Model => "the path of your model, or ORG/NAME of a repository on Hugging Face",
+                InputKind::Model | InputKind::LanguageModel => {
+                    "the path of your model, or ORG/NAME of a repository on Hugging Face"
+                }
                 _ => "the path of your own files",
             };
             let message = format!("'{}' is a placeholder: replace it with {what}", input.config_path);

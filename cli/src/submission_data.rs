@@ -17,7 +17,28 @@ pub(crate) fn parameter_counts(loaded: &LoadedJob, directory: &Path) -> Option<P
     let model = inputs
         .iter()
         .find(|input| matches!(input.kind, InputKind::Model | InputKind::LanguageModel))?;
-    ParameterCounts::read(&expand(&model.config_path, directory, &env))
+    let path = expand(&model.config_path, directory, &env);
+    if loaded.spec.is_new_language_model(model) {
+        return counts_of_new_model(&path);
+    }
+    ParameterCounts::read(&path)
+}
+
+/// The parameters of a code model that is made from the config in a folder.
+#[cfg(feature = "embedded")]
+fn counts_of_new_model(folder: &Path) -> Option<ParameterCounts> {
+    let config = aitk_engine::models::decoder::DecoderConfig::read_new(folder).ok()?;
+    let count = u64::try_from(config.parameter_count()).ok()?;
+    Some(ParameterCounts {
+        denoiser: count,
+        ..ParameterCounts::default()
+    })
+}
+
+/// Nothing: this build cannot read configs of models.
+#[cfg(not(feature = "embedded"))]
+fn counts_of_new_model(_: &Path) -> Option<ParameterCounts> {
+    None
 }
 
 /// Counts the images that the job generates, if its prompts are on this machine.

@@ -1,7 +1,8 @@
 """Losses and weights of trainings of tiny language models, and the loss over a vocabulary -> tests/fixtures/lm_training.json.
 
-Weights are a formula of their names (formula_weights.py), and so is the data. Each training has 20 steps of transformers 5 (and peft) with the
-documents, the order and the initial LoRA of aitk, which come from torch's generator. Packed documents are computed each alone. Of each trained
+Weights are a formula of their names (formula_weights.py), and so is the data. Each training has 50 steps of transformers 5 (and peft) with the
+documents, the order and the initial LoRA of aitk, which come from torch's generator. Packed documents are computed each alone. A quantised base is
+dequantised: nf4 by bitsandbytes, int8 as torchao's Int8WeightOnlyConfig does it. Of each trained
 tensor the sum of its change with random weights and the norm of the change are stored.
 """
 
@@ -9,6 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import bitsandbytes.functional as bnb
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,7 +25,7 @@ from formula_weights import fill, formula
 from make_decoder import COMMON, CONFIGS, tokens
 
 OUT = Path(__file__).resolve().parent.parent / "fixtures" / "lm_training.json"
-STEPS, CONTEXT, SEED = 20, 16, 7
+STEPS, CONTEXT, SEED = 50, 16, 7
 # The tokens of the tests' tokenizer (engine/src/models/decoder/byte_tokenizer.rs).
 END, PREFIX, SUFFIX, MIDDLE = 256, 257, 258, 259
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -150,6 +152,16 @@ def lora_layers(model):
     return sorted(layers, key=lambda name: (int(name.split(".")[2]), names.index(name.rsplit(".", 1)[1])))
 
 
+def quantised(weight, kind):
+    """The numbers of a weight after quantisation."""
+    if kind == "nf4":
+        # Flat, because blocks may be longer than rows, which bitsandbytes' path for CPUs does not expect.
+        codes, state = bnb.quantize_4bit(weight.flatten(), blocksize=64, quant_type="nf4", compress_statistics=False)
+        return bnb.dequantize_4bit(codes, state).reshape(weight.shape)
+    scale = weight.abs().amax(1, keepdim=True) / 127.5
+    return (weight / scale).round().clamp(-128, 127) * scale
+
+
 def add_lora(model, case):
     layers = [name for name in lora_layers(model) if any(text in name for text in case["lora"] or [""])]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=layers, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM")
@@ -203,6 +215,10 @@ def saved_name(name):
 def train(case):
     config = CONFIGS[case["model"]]
     model = fill(AutoModelForCausalLM.from_config(AutoConfig.for_model(**COMMON, **config)).float())
+    if "base" in case:
+        modules = dict(model.named_modules())
+        for name in lora_layers(model):
+            modules[name].weight.data = quantised(modules[name].weight.data, case["base"])
     model.train()
     docs = documents(case["data"], config["vocab_size"])
     if case["lora"] is not None:
@@ -250,6 +266,8 @@ CASES = [
     case("LoRA of some layers", "llama", "tokens", ["q_proj", "v_proj"], False, lr_scheduler="constant", min_lr=0.0, weight_decay=0.0),
     case("fill-in-the-middle", "starcoder2", "fim", [], True, batch_size=3, gradient_accumulation=64),
     case("texts", "starcoder2", "texts", [], True, batch_size=64, gradient_accumulation=1),
+    case("LoRA on nf4", "starcoder2", "tokens", ["self_attn"], True, batch_size=64, gradient_accumulation=1, base="nf4"),
+    case("LoRA on int8", "llama", "tokens", ["mlp"], False, lr_scheduler="constant", min_lr=0.0, base="int8"),
     case("completions of prompts", "starcoder2", "pairs", [], False, batch_size=3, gradient_accumulation=1),
 ]
 

@@ -65,6 +65,47 @@ pub fn run_config(folder: &Path, config: &str) -> Output {
     output
 }
 
+/// Writes the config of a small code model into `folder/model`, and token sequences into `folder/tokens.jsonl`.
+///
+/// # Panics
+/// When the folder cannot be written.
+pub fn write_code_data(folder: &Path) {
+    let model = folder.join("model");
+    std::fs::create_dir_all(&model).expect("the folder can be made");
+    let config = r#"{"model_type": "starcoder2", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": null, "eos_token_id": 0}"#;
+    std::fs::write(model.join("config.json"), config).expect("the config can be written");
+    let line = |number: u32| {
+        let ids: Vec<u32> = (0..200 + number)
+            .map(|index| (index * (number + 3)) % 251 + 1)
+            .collect();
+        format!("{ids:?}\n")
+    };
+    let lines: String = (0..32).map(line).collect();
+    std::fs::write(folder.join("tokens.jsonl"), lines).expect("the tokens can be written");
+}
+
+/// A training of a new code model on the files of [`write_code_data`].
+#[must_use]
+pub fn code_training_config(name: &str, folder: &Path, steps: u32, save_every: u32) -> String {
+    let root = folder.display();
+    format!(
+        r#"job: extension
+config:
+  name: "{name}"
+  process:
+    - type: lm_trainer
+      training_folder: "{root}"
+      training_seed: 42
+      model: {{name_or_path: "{root}/model", from_config: true}}
+      datasets: [{{path: "{root}/tokens.jsonl"}}]
+      context: 256
+      train: {{steps: {steps}, batch_size: 4, gradient_accumulation: 4, lr: 1e-3, warmup_steps: 2}}
+      save: {{save_every: {save_every}, dtype: float32, max_step_saves_to_keep: 2}}
+"#
+    )
+}
+
 /// A training config as ai-toolkit users write it.
 #[must_use]
 pub fn training_config(name: &str, folder: &Path, steps: u32, save_every: u32) -> String {

@@ -174,13 +174,30 @@ pub struct UpArgs {
     pub extensions: ExtensionArgs,
 }
 
+/// What `aitk demo` trains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum DemoKind {
+    /// A LoRA for a tiny Stable Diffusion
+    Image,
+    /// A small code model, from scratch
+    Code,
+}
+
 /// `aitk demo`.
 #[derive(Args, Clone, Debug)]
-#[command(after_help = "Examples:\n  aitk demo\n  aitk demo -o my_demo")]
+#[command(
+    after_help = "Examples:\n  aitk demo\n  aitk demo -o my_demo\n  aitk demo code\n  aitk demo code --data my_project/src"
+)]
 pub struct DemoArgs {
-    /// Output folder
-    #[arg(short, long, value_name = "DIR", default_value = "aitk-demo")]
-    pub output: PathBuf,
+    /// What to train
+    #[arg(value_name = "WHAT", value_enum, default_value = "image")]
+    pub what: DemoKind,
+    /// Output folder [default: aitk-demo, or aitk-code-demo]
+    #[arg(short, long, value_name = "DIR")]
+    pub output: Option<PathBuf>,
+    /// For `code`: folder of Rust files to train on [default: some of aitk's own, which the program contains]
+    #[arg(long, value_name = "DIR")]
+    pub data: Option<PathBuf>,
     /// Device to compute on: cuda, cuda:1, metal, cpu
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,

@@ -12,7 +12,9 @@ pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, Benc
 pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs, SampleArgs, SaveArgs};
 pub use jobs::{PUSH_MESSAGE, PlotArgs, PushArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
-pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, ImportArgs, InitArgs, RunArgs, UpArgs};
+pub use local::{
+    AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, DemoKind, HelpArgs, ImportArgs, InitArgs, RunArgs, UpArgs,
+};
 pub use machines::{
     DoctorArgs, DrainArgs, ForgetArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkerState,
     WorkersArgs,

@@ -452,7 +452,7 @@ pub(super) fn local_inputs(
         if config_path.is_empty() {
             continue;
         }
-        let model = matches!(kind, InputKind::Model | InputKind::Vae);
+        let model = matches!(kind, InputKind::Model | InputKind::LanguageModel | InputKind::Vae);
         if may_be_repository && !path.exists() {
             ui.notice(&printable(&format!(
                 "{config_path} is not on this machine: the worker downloads it from Hugging Face"

@@ -1,11 +1,13 @@
-//! The demo: trains a LoRA of a new shape for a tiny Stable Diffusion model, on this machine, in two minutes.
+//! The demos. `aitk demo` trains a LoRA of a new shape for a tiny Stable Diffusion model, on this machine, in two minutes; `aitk demo code` a
+//! code model from scratch (`code.rs`).
 //!
 //! Model, data set and config are those of `config/demo/`, embedded in the program. They are written to the output
 //! folder and run by the same code as `aitk run`.
 
+mod code;
 mod grid;
 
-use crate::args::DemoArgs;
+use crate::args::{DemoArgs, DemoKind};
 use crate::commands::run::{RunOptions, run_embedded};
 use crate::context::Context;
 use crate::exit::Exit;
@@ -32,13 +34,25 @@ const SHIPPED_AT: &str = "config/demo/";
 /// # Errors
 /// When the folder cannot be written, or as [`run_embedded`].
 pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
+    match args.what {
+        DemoKind::Code => code::run(context, args).await,
+        DemoKind::Image if args.data.is_some() => {
+            Err(Failure::usage("--data is for the demo of code models")
+                .hint("to train on it: aitk demo code --data DIR"))
+        }
+        DemoKind::Image => run_image(context, args).await,
+    }
+}
+
+async fn run_image(context: &Context, args: DemoArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
-    let folder = context.directory.join(&args.output);
+    let output = args.output.unwrap_or_else(|| PathBuf::from("aitk-demo"));
+    let folder = context.directory.join(&output);
     let config = unpack(&folder)?;
     ui.notice(&format!(
         "Training a tiny Stable Diffusion model on a shape that it has never seen: a zorb.\n\
          Model, data set and config are in {}.",
-        args.output.display()
+        output.display()
     ));
     let options = RunOptions {
         device: args.device.clone(),
@@ -62,7 +76,7 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
         .unwrap_or_default();
     let image = folder.join("before-after.png");
     save_grid(&image, &config, &folder.join("dataset"), artifacts)?;
-    print_next_steps(&ui, &args.output, artifacts)?;
+    print_next_steps(&ui, &output, artifacts)?;
     Ok(Exit::Ok)
 }
 

@@ -24,7 +24,10 @@ pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
         .filter_map(|input| {
             let local = expand(&input.config_path, directory, &env);
             let problem = match local.exists() {
+                // The hub is asked for it where other models are.
+                false if input.may_be_repository() => None,
                 false => Some(missing_message(&input, &local)),
+                true if spec.is_new_language_model(&input) => new_model_problem(&local),
                 true => content_problem(&input, &local),
             };
             problem.map(|problem| spec.finding(input.key.clone(), problem).to_string())
@@ -75,6 +78,19 @@ fn language_model_problem(path: &str, local: &Path) -> Option<String> {
     })
 }
 
+/// Returns why no new code model can be made from the config in a folder.
+#[cfg(feature = "embedded")]
+fn new_model_problem(local: &Path) -> Option<String> {
+    let read = aitk_engine::models::decoder::DecoderConfig::read_new(local);
+    read.err().map(|error| error.to_string())
+}
+
+/// Nothing: this build cannot read models.
+#[cfg(not(feature = "embedded"))]
+fn new_model_problem(_: &Path) -> Option<String> {
+    None
+}
+
 /// Nothing: this build cannot read models.
 #[cfg(not(feature = "embedded"))]
 fn language_model_problem(_: &str, _: &Path) -> Option<String> {
@@ -101,9 +117,8 @@ pub(super) fn missing_message(input: &Input, local: &Path) -> String {
         return format!("{path} is a URL: download the file and give its path, or name a repository as ORG/NAME");
     }
     let repository = match input.kind {
-        InputKind::Model | InputKind::Vae => ", and it is not the name of a repository (ORG/NAME)",
-        InputKind::LanguageModel => {
-            ": give the folder of the model; a repository of Hugging Face must be downloaded before"
+        InputKind::Model | InputKind::LanguageModel | InputKind::Vae => {
+            ", and it is not the name of a repository (ORG/NAME)"
         }
         _ => "",
     };

@@ -48,7 +48,14 @@ pub(super) async fn inspect_models(
 ) -> Vec<ModelReport> {
     let mut reports: Vec<ModelReport> = Vec::new();
     for input in spec.inputs() {
-        let weights = matches!(input.kind, InputKind::Model | InputKind::Vae | InputKind::Lora);
+        let weights = match input.kind {
+            InputKind::Model | InputKind::Vae | InputKind::Lora => true,
+            // Folders of code models are checked with the other inputs.
+            InputKind::LanguageModel => {
+                input.may_be_repository() && !expand(&input.config_path, directory, &env).exists()
+            }
+            _ => false,
+        };
         if !weights || input.config_path.is_empty() || !wanted(&input) {
             continue;
         }

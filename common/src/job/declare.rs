@@ -238,7 +238,10 @@ macro_rules! choices {
             }
 
             fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::ReadContext) -> Option<Self> {
-                let names: Vec<&'static str> = Self::ALL.iter().map(|value| value.name()).collect();
+                // A name that is refused is not one to choose.
+                let is_refused = |value: &Self| matches!(value.status(), $crate::job::schema::SupportLevel::Refused(_));
+                let usable = Self::ALL.iter().filter(|value| !is_refused(value));
+                let names: Vec<&'static str> = usable.map(|value| value.name()).collect();
                 $crate::job::values::read_choice(node, cx, $what, &names, Self::from_name)
             }
 

@@ -61,6 +61,16 @@ impl JobSpec {
         keys
     }
 
+    /// Whether an input is the folder of a code model that is made anew, from its `config.json` alone.
+    #[must_use]
+    pub fn is_new_language_model(&self, input: &Input) -> bool {
+        let is_of = |index: usize| input.key.starts_with(&format!("config.process[{index}]."));
+        input.kind == InputKind::LanguageModel
+            && self.process.iter().enumerate().any(|(index, process)| {
+                is_of(index) && process.lm_trainer().is_some_and(|process| process.model.from_config)
+            })
+    }
+
     /// Returns the input that a message is about: the one with the longest path in it. A path counts where it is a whole one, or
     /// the beginning of one. `local`: the path of an input on this machine, if it is known.
     #[must_use]

@@ -98,12 +98,24 @@ fn finish_generate(generate: &mut LmGenerateConfig, _present: &PresentKeys, cx: 
     }
     cx.check_in_range("temperature", generate.temperature, 0.0..=100.0);
     cx.check_in_range("top_p", generate.top_p, 0.0..=1.0);
+    if generate.top_p == 0.0 {
+        cx.error_at(
+            "top_p",
+            "expected a number above 0: with 0 no token is left; for the most probable one use `temperature: 0`",
+        );
+    }
     cx.check_in_range("min_p", generate.min_p, 0.0..=1.0);
     cx.check_in_range("repetition_penalty", generate.repetition_penalty, 0.01..=100.0);
     if generate.seed < -1 {
         cx.error_at("seed", "expected -1, or a number from 0");
     }
     cx.check_item_count("fill", generate.fill.len(), MAX_FILL_ITEMS);
+    for (index, item) in generate.fill.iter().enumerate() {
+        if item.prefix.is_empty() && item.suffix.is_empty() {
+            let message = "expected a `prefix`, a `suffix` or both: there is no text around this gap";
+            cx.error_at(&format!("fill[{index}]"), message);
+        }
+    }
     cx.check_item_count("stop", generate.stop.len(), MAX_STOPS);
     for (index, text) in generate.stop.iter().enumerate() {
         if text.is_empty() || text.len() > MAX_STOP_BYTES {
@@ -204,6 +216,8 @@ mod tests {
         for (line, key) in [
             ("temperature: -1", "temperature"),
             ("top_p: 1.5", "top_p"),
+            ("top_p: 0", "top_p"),
+            ("fill: [{}]", "fill[0]"),
             ("min_p: 2", "min_p"),
             ("repetition_penalty: 0", "repetition_penalty"),
             ("max_new_tokens: 0", "max_new_tokens"),

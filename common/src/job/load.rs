@@ -6,7 +6,7 @@ use super::limits::{MAX_BYTES, finding};
 use super::node::{Mark, Node, Value};
 use super::schema::ReadContext;
 use super::spec::JobSpec;
-use super::{Format, json, template, yaml};
+use super::{Format, json, template, universal, yaml};
 use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -88,6 +88,10 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
         Format::Jsonc => json::parse(body, true, file),
     }
     .map_err(invalid)?;
+    let mut notes = Vec::new();
+    if universal::is_universal(&root) {
+        (root, notes) = universal::convert(&root, file).map_err(|findings| JobError::Invalid { findings })?;
+    }
     let changed = change::apply_changes(&mut root, options.changes, file).map_err(invalid)?;
     let secrets = template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
     if let Some(name) = options
@@ -102,6 +106,7 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     let suffixed_name = options.name_override.map(|name| format!("{name}{}", options.suffix));
     let mut cx = ReadContext::new(file.map(str::to_owned));
     cx.warnings = secrets;
+    cx.warnings.append(&mut notes);
     let spec = JobSpec::read(&root, suffixed_name.as_deref(), &mut cx);
     change::refuse_unknown_keys(&changed, &mut cx);
     change::move_to_command_line(&mut cx.warnings, &changed);

@@ -65,6 +65,13 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "whole number from 0",
         ),
         (
+            "too large",
+            MINIMAL.replace("linear: 8", "linear: 5000000000"),
+            9,
+            "config.process[0].network.linear",
+            "whole number from 0 to 4294967295",
+        ),
+        (
             "fraction",
             MINIMAL.replace("10", "1.5"),
             13,

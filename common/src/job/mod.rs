@@ -66,6 +66,7 @@ mod slider_checks;
 pub mod spec;
 pub mod template;
 pub mod train;
+mod universal;
 pub mod validation;
 pub mod values;
 mod yaml;

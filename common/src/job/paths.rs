@@ -33,7 +33,8 @@ impl Input {
     /// Whether this can be a repository: a model with a name like `ORG/NAME`.
     #[must_use]
     pub fn may_be_repository(&self) -> bool {
-        matches!(self.kind, InputKind::Model | InputKind::Vae) && is_repository(&self.config_path)
+        matches!(self.kind, InputKind::Model | InputKind::LanguageModel | InputKind::Vae)
+            && is_repository(&self.config_path)
     }
 }
 

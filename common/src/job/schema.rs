@@ -73,7 +73,7 @@ pub enum InputKind {
     Dataset,
     /// A base model or a part of one: folder, file, or the id of a repository.
     Model,
-    /// A code model: a folder as Hugging Face has it. Never a repository.
+    /// A code model: a folder as Hugging Face has it, or the id of a repository.
     LanguageModel,
     /// A LoRA or another adapter.
     Lora,

@@ -70,9 +70,13 @@ macro_rules! integers {
                 $kind.into()
             }
             fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
-                let value = as_integer(node).and_then(|value| Self::try_from(value).ok());
+                let number = as_integer(node);
+                let value = number.and_then(|value| Self::try_from(value).ok());
                 if value.is_none() {
-                    cx.wrong_type(node, concat!("a ", $kind));
+                    match number.is_some_and(|number| number > 0) {
+                        true => cx.wrong_type(node, &format!("a whole number from 0 to {}", Self::MAX)),
+                        false => cx.wrong_type(node, concat!("a ", $kind)),
+                    }
                 }
                 value
             }

@@ -21,7 +21,7 @@ pub use json::parse_json;
 pub use keys::is_adapter;
 pub use parts::{ModelPart, ModelParts, PartFiles, PartPaths, model_part, model_parts};
 pub use support::{UnsupportedModel, check_supported};
-pub use weights_files::{WeightsError, weights_files};
+pub use weights_files::{WeightsError, listed_tensors, weights_files};
 
 /// Identifies the model in these files.
 #[must_use]

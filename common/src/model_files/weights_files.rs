@@ -3,7 +3,7 @@
 use super::inventory::{is_hidden, pickle_extension};
 use crate::fsutil::regular;
 use crate::job::limits::MAX_TEXT_FILE_BYTES;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The names of weights files in diffusers and transformers, without extensions.
@@ -86,6 +86,27 @@ pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     }
 }
 
+/// The tensors that the index of the shards in a folder lists, with the path of the index. `None` if the weights are one file.
+///
+/// # Errors
+/// When the index cannot be read.
+pub fn listed_tensors(path: &Path) -> Result<Option<(PathBuf, BTreeSet<String>)>, WeightsError> {
+    let Ok(entries) = std::fs::read_dir(path) else {
+        return Ok(None);
+    };
+    let listed: BTreeSet<String> = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    let names: BTreeSet<&str> = listed.iter().map(String::as_str).collect();
+    let WeightsSelection::Shards(index) = choose(&names) else {
+        return Ok(None);
+    };
+    let index = path.join(index);
+    let tensors = weight_map(&index)?.into_keys().collect();
+    Ok(Some((index, tensors)))
+}
+
 /// The weights files selected in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WeightsSelection<'a> {
@@ -141,8 +162,8 @@ fn variant<'a>(stem: &str, name: &'a str) -> Option<&'a str> {
     (!variant.contains('.') && !shard).then_some(variant)
 }
 
-/// Reads the paths of the shards listed in an index.
-fn shards(index: &Path) -> Result<Vec<PathBuf>, WeightsError> {
+/// Reads the names of tensors in an index, with the files that they are in.
+fn weight_map(index: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
     let invalid = |reason: String| WeightsError::Invalid {
         path: index.to_path_buf(),
         reason,
@@ -154,12 +175,24 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     let json: serde_json::Value = serde_json::from_str(&text).map_err(|e| invalid(format!("not valid JSON: {e}")))?;
     let map = json.get("weight_map").and_then(|map| map.as_object());
     let map = map.ok_or_else(|| invalid("it has no `weight_map`".into()))?;
+    let files = map.iter().map(|(tensor, file)| {
+        let file = file.as_str();
+        let file = file.ok_or_else(|| invalid("a value of `weight_map` is not a file name".into()))?;
+        Ok((tensor.clone(), file.to_owned()))
+    });
+    files.collect()
+}
+
+/// Reads the paths of the shards listed in an index.
+fn shards(index: &Path) -> Result<Vec<PathBuf>, WeightsError> {
+    let invalid = |reason: String| WeightsError::Invalid {
+        path: index.to_path_buf(),
+        reason,
+    };
+    let map = weight_map(index)?;
     let mut names = BTreeSet::new();
     for name in map.values() {
-        let name = name
-            .as_str()
-            .ok_or_else(|| invalid("a value of `weight_map` is not a file name".into()))?;
-        if name.is_empty() || Path::new(name).file_name() != Some(name.as_ref()) {
+        if name.is_empty() || Path::new(name).file_name() != Some(name.as_str().as_ref()) {
             return Err(invalid(format!(
                 "`{name}` is not the name of a file in the same folder"
             )));
@@ -170,6 +203,12 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     let files: Vec<PathBuf> = names.into_iter().map(|name| folder.join(name)).collect();
     if let Some(missing) = files.iter().find(|file| !file.is_file()) {
         let name = missing.file_name().unwrap_or_default().to_string_lossy();
+        let special = std::fs::metadata(missing).ok();
+        if let Some(what) = special.and_then(|info| regular::special_kind(info.file_type())) {
+            return Err(invalid(format!(
+                "the shard `{name}` is {what}, not a file: copy the file of this name here"
+            )));
+        }
         return Err(invalid(format!(
             "the shard `{name}` is missing: download the folder again"
         )));

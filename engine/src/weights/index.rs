@@ -55,6 +55,7 @@ impl Index {
             }
             files.push(Arc::new(file));
         }
+        folder::check_listed(path, |name| entries.contains_key(name))?;
         quantized::detect_quantization(&files, &mut entries)?;
         let path = match files.as_slice() {
             [only] => only.path().to_path_buf(),

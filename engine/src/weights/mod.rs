@@ -43,6 +43,8 @@ enum Source {
     Files(Index),
     Random {
         seed: u64,
+        /// The distribution of a tensor by its name. `None`: the one that its layer asks for.
+        init_of: Option<InitOf>,
     },
     /// Tensors that another [`Weights`] has handed out.
     HandedOut {
@@ -50,6 +52,9 @@ enum Source {
         weights: BTreeMap<String, Weight>,
     },
 }
+
+/// The distribution of a tensor, by its name.
+type InitOf = Arc<dyn Fn(&str) -> Init + Send + Sync>;
 
 struct Inner {
     source: Source,
@@ -134,8 +139,24 @@ impl Weights {
     #[must_use]
     pub fn init(seed: u64, device: &Device) -> Self {
         Self::from_source(
-            Source::Random { seed },
+            Source::Random { seed, init_of: None },
             DType::F32,
+            device,
+            TrainableFilter::everything(),
+        )
+    }
+
+    /// Random, trainable tensors as `dtype`, whose distribution follows from their names.
+    pub fn init_by_name(
+        seed: u64,
+        dtype: DType,
+        device: &Device,
+        init_of: impl Fn(&str) -> Init + Send + Sync + 'static,
+    ) -> Self {
+        let init_of: Option<InitOf> = Some(Arc::new(init_of));
+        Self::from_source(
+            Source::Random { seed, init_of },
+            dtype,
             device,
             TrainableFilter::everything(),
         )
@@ -183,7 +204,10 @@ impl Weights {
     fn source(&self) -> Source {
         match &self.inner.source {
             Source::Files(index) => Source::Files(index.clone()),
-            Source::Random { seed } => Source::Random { seed: *seed },
+            Source::Random { seed, init_of } => Source::Random {
+                seed: *seed,
+                init_of: init_of.clone(),
+            },
             Source::HandedOut { path, weights } => Source::HandedOut {
                 path: path.clone(),
                 weights: weights.clone(),
@@ -367,7 +391,8 @@ impl Weights {
                 index.check_shape(full_name, shape)?;
                 index.read(full_name, self.inner.dtype, &self.inner.device)
             }
-            Source::Random { seed } => {
+            Source::Random { seed, init_of } => {
+                let init = init_of.as_ref().map_or(init, |init_of| init_of(full_name));
                 Ok(
                     init::random_tensor(*seed, full_name, shape.dims(), init, &self.inner.device)?
                         .to_dtype(self.inner.dtype)?,

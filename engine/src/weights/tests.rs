@@ -134,6 +134,17 @@ fn weights_files_in_a_folder_are_found_as_in_diffusers() {
     write(&path.join(shards[1]), &[("b", &[2], DType::F32)]);
     value("a").unwrap();
     value("b").unwrap();
+    let listed = serde_json::json!({"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}});
+    std::fs::write(&index, listed.to_string()).unwrap();
+    let message = open(path).unwrap_err().to_string();
+    assert!(
+        message.contains("index.json") && message.contains("lists the tensor `c`, which no shard has"),
+        "{message}"
+    );
+    std::fs::rename(path.join(shards[1]), path.join("away")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(path.join(shards[1])).unwrap();
+    let message = open(path).unwrap_err().to_string();
+    assert!(message.contains("is a socket, not a file"), "{message}");
     std::fs::write(&index, r#"{"weight_map": {"a": "../../secret.safetensors"}}"#).unwrap();
     assert!(
         open(path)

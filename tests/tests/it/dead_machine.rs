@@ -5,7 +5,9 @@
 
 use aitk_tests::cluster::TestCluster;
 use aitk_tests::eventually;
-use aitk_tests::jobs::{flux_training_config, run_undisturbed, training_config, write_dataset};
+use aitk_tests::jobs::{
+    code_training_config, flux_training_config, run_undisturbed, training_config, write_code_data, write_dataset,
+};
 use aitk_tests::processes::{Process, is_alive};
 use aitk_tests::s3::S3;
 use aitk_tests::server_fault::ServerFault;
@@ -19,13 +21,26 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Writes the config of a training of a model.
 type WriteConfig = fn(&str, &Path, u32, u32) -> String;
 
-/// The LoRA of a run without faults, made by `aitk run`.
-fn expected_lora(root: &Path, config: WriteConfig) -> Vec<u8> {
-    let folder = root.join("undisturbed");
+/// Writes the data of all trainings.
+fn write_data(folder: &Path) {
     write_dataset(&folder.join("dataset"), 4);
+    write_code_data(folder);
+}
+
+/// The weights that a training saved: a LoRA, or a code model.
+fn weights_in(folder: &Path) -> Vec<u8> {
+    let files = ["shapes/shapes.safetensors", "shapes/shapes/model.safetensors"].map(|name| folder.join(name));
+    let saved = files.iter().find(|file| file.is_file()).unwrap();
+    std::fs::read(saved).unwrap()
+}
+
+/// The weights of a run without faults, made by `aitk run`.
+fn expected_weights(root: &Path, config: WriteConfig) -> Vec<u8> {
+    let folder = root.join("undisturbed");
+    write_data(&folder);
     std::fs::write(folder.join("job.yaml"), config("shapes", &folder, STEPS, SAVE_EVERY)).unwrap();
     run_undisturbed(&folder);
-    std::fs::read(folder.join("shapes/shapes.safetensors")).unwrap()
+    weights_in(&folder)
 }
 
 struct TestRun {
@@ -36,7 +51,7 @@ struct TestRun {
 
 impl TestRun {
     fn start(root: &Path, s3: &S3, config: WriteConfig) -> Self {
-        write_dataset(&root.join("dataset"), 4);
+        write_data(root);
         std::fs::write(root.join("job.yaml"), config("shapes", root, STEPS, SAVE_EVERY)).unwrap();
         let cluster = TestCluster::start(root, Some(s3.url()), s3.environment());
         let id = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
@@ -70,7 +85,7 @@ impl TestRun {
         );
     }
 
-    fn wait_for_lora(&self, logs: &[&Process]) -> Vec<u8> {
+    fn wait_for_weights(&self, logs: &[&Process]) -> Vec<u8> {
         let waited = self.cluster.aitk(["wait", &self.id, "--timeout", "300"]);
         let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
         let err = String::from_utf8_lossy(&waited.stderr);
@@ -81,7 +96,7 @@ impl TestRun {
             tails.join("\n")
         );
         self.cluster.aitk_ok(["artifacts", "get", &self.id, "-o", "out"]);
-        std::fs::read(self.root.join("out/shapes/shapes.safetensors")).unwrap()
+        weights_in(&self.root.join("out"))
     }
 }
 
@@ -100,7 +115,7 @@ fn find_number(value: &serde_json::Value, key: &str) -> Option<u64> {
 fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let expected = expected_lora(root, training_config);
+    let expected = expected_weights(root, training_config);
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
     let mut run = TestRun::start(root, &s3, training_config);
 
@@ -117,7 +132,7 @@ fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_re
     std::thread::sleep(Duration::from_secs(30));
     s3.set_fault(ServerFault::None);
 
-    let lora = run.wait_for_lora(&[&second]);
+    let lora = run.wait_for_weights(&[&second]);
     assert!(
         lora == expected,
         "the LoRA differs from that of a run without faults\n{}",
@@ -137,17 +152,36 @@ fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_re
 fn a_training_of_flux_continues_on_another_worker_bit_for_bit() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let expected = expected_lora(root, flux_training_config);
+    let expected = expected_weights(root, flux_training_config);
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
     let run = TestRun::start(root, &s3, flux_training_config);
 
     let mut first = run.cluster.worker("first");
     run.kill_after_the_first_checkpoint(&mut first);
     let second = run.cluster.worker("second");
-    let lora = run.wait_for_lora(&[&second]);
+    let lora = run.wait_for_weights(&[&second]);
     assert!(
         lora == expected,
         "the LoRA differs from that of a run without faults\n{}",
+        second.tail()
+    );
+}
+
+#[test]
+fn a_training_of_a_code_model_continues_on_another_worker_bit_for_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let expected = expected_weights(root, code_training_config);
+    let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
+    let run = TestRun::start(root, &s3, code_training_config);
+
+    let mut first = run.cluster.worker("first");
+    run.kill_after_the_first_checkpoint(&mut first);
+    let second = run.cluster.worker("second");
+    let weights = run.wait_for_weights(&[&second]);
+    assert!(
+        weights == expected,
+        "the model differs from that of a run without faults\n{}",
         second.tail()
     );
 }

@@ -1,6 +1,7 @@
 //! Several programs together. One test program, so that tests that wait do so at the same time; `chaos` is one of its own, because it
 //! freezes processes and needs the machine for itself.
 
+mod code_models;
 mod dataset;
 mod dead_machine;
 mod disk_full;

@@ -30,6 +30,9 @@ section! {
         include: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Folders: no files whose path matches one of these; wins over `include`.
         exclude: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Folders of text: only files with one of these licences, by their SPDX identifiers: `mit`, `apache-2.0`. A licence is that of the
+        /// `SPDX-License-Identifier` in a file, or else of the licence files of its folder or the nearest one above it. Absent: all files.
+        licenses: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Records: the name of the field that is a text to train on.
         text_column: String = "text".into(), Works;
         /// Records: the name of the field that is given and not trained on.
@@ -62,6 +65,18 @@ fn finish(dataset: &mut LmDatasetConfig, present: &PresentKeys, cx: &mut ReadCon
                 "expected patterns such as `*.rs` or `src/**/*.py`, found an empty one",
             );
         }
+    }
+    cx.check_item_count("licenses", dataset.licenses.len(), MAX_PATTERNS);
+    let is_identifier = |name: &String| {
+        let known = |c: char| c.is_ascii_alphanumeric() || "-.+".contains(c);
+        !name.is_empty() && name.chars().all(known)
+    };
+    if let Some(wrong) = dataset.licenses.0.iter().find(|name| !is_identifier(name)) {
+        let message = format!("expected identifiers of SPDX such as `mit` or `apache-2.0`, found `{wrong}`");
+        cx.error_at("licenses", message);
+    }
+    if !dataset.licenses.0.is_empty() && dataset.kind == LmDatasetKind::Records {
+        cx.error_at("licenses", "has no effect on `kind: records`: remove it");
     }
     let usual = LmDatasetConfig::default();
     let columns = [

@@ -107,6 +107,10 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
         let message = "only a frozen model is quantised, and without a `network` the whole model is trained: add one, or remove this key";
         cx.error_at("model.quantize", message);
     }
+    if process.model.from_config && process.network.is_some() {
+        let message = "a new model has nothing that a LoRA could change: remove `network`, or this key";
+        cx.error_at("model.from_config", message);
+    }
     if let Some(seed) = process.training_seed.filter(|seed| *seed < 0) {
         cx.error_at(
             "training_seed",

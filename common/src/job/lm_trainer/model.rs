@@ -8,8 +8,11 @@ use crate::plan::qtype::QType;
 section! {
     /// A code model: a folder as Hugging Face has it.
     pub struct LmModelConfig("model") {
-        /// The folder of the model: `config.json`, `*.safetensors` and, for texts, `tokenizer.json`.
+        /// The folder of the model: `config.json`, `*.safetensors` and, for texts, `tokenizer.json`; or `ORG/NAME` on Hugging Face.
         name_or_path [required]: String = String::new(), Works, input LanguageModel;
+        /// Train a new model: its sizes are those of `config.json` in the folder, its weights are drawn from the seed as transformers draws
+        /// them (`initializer_range`), and weights in the folder are not read.
+        from_config: bool = false, Works;
         /// Number format of the arithmetic. On a CPU it is float32. Without a `network`, a GPU computes in float32 too, or in bfloat16 with
         /// stochastic rounding.
         dtype: DType = DType::BF16, Works;
@@ -24,7 +27,7 @@ section! {
 
 fn finish(model: &mut LmModelConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if present.has("name_or_path") && model.name_or_path.trim().is_empty() {
-        cx.error_at("name_or_path", "needs the path of the model's folder");
+        cx.error_at("name_or_path", "needs the path of the model's folder, or ORG/NAME");
     }
 }
 

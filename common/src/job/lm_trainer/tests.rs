@@ -95,9 +95,24 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
             "{lines}: {found}"
         );
     }
-    let parquet = config("").replace("path: src", "path: data/train.parquet");
-    let found = parse(&parquet, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap_err();
-    assert!(found.to_string().contains("JSONL"), "{found}");
+    for (dataset, expected) in [
+        ("path: data/train.parquet", "JSONL"),
+        ("path: src, licenses: [mit license]", "identifiers of SPDX"),
+        (
+            "path: src, licenses: mit, kind: records",
+            "no effect on `kind: records`",
+        ),
+    ] {
+        let text = config("").replace("path: src", dataset);
+        let found = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap_err();
+        assert!(found.to_string().contains(expected), "{found}");
+    }
+    let new = config("      network: {}\n").replace("starcoder2}", "starcoder2, from_config: true}");
+    let found = parse(&new, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap_err();
+    assert!(
+        found.to_string().contains("model.from_config: a new model has nothing"),
+        "{found}"
+    );
     let quantised = |network: &str| {
         let text = config(network).replace("starcoder2}", "starcoder2, quantize: true, qtype: nf9}");
         match parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()) {

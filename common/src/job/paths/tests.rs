@@ -58,6 +58,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "datasets.replacements",
             "datasets.include",
             "datasets.exclude",
+            "datasets.licenses",
             "datasets.text_column",
             "datasets.prompt_column",
             "datasets.completion_column",

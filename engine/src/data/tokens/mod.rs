@@ -9,6 +9,8 @@ mod document_tokenizer;
 mod documents;
 mod file_list;
 mod fill_in_middle;
+mod license_expression;
+mod licenses;
 mod order;
 mod patterns;
 mod reader;
@@ -18,6 +20,7 @@ mod rows;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
+mod texts;
 
 pub use batch::TokenBatch;
 pub use document_tokenizer::DocumentTokenizer;
@@ -26,3 +29,4 @@ pub use fill_in_middle::{FimRates, FimTokens};
 pub use order::RowOrder;
 pub use reader::{DataSource, ReadData, ReadOptions, SourceKind, read_documents};
 pub use rows::RowPlan;
+pub use texts::read_texts;

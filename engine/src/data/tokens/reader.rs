@@ -4,6 +4,7 @@ use super::document_tokenizer::DocumentTokenizer;
 use super::documents::{Document, DocumentStore, MAX_DOCUMENTS};
 use super::file_list::{FileFilter, has_ending, list_files};
 use super::fill_in_middle::{FimRates, FimTokens};
+use super::licenses::LicenseFilter;
 use super::patterns::Patterns;
 use super::record::{Columns, Record};
 use super::record_file::read_records;
@@ -37,6 +38,8 @@ pub struct DataSource {
     pub include: Vec<String>,
     /// Patterns of files that do not.
     pub exclude: Vec<String>,
+    /// Licences of the text files of a folder that belong to it; empty: any, or none.
+    pub licenses: Vec<String>,
     /// The field of records with a text.
     pub text_column: String,
     /// The field of records with a text that is given.
@@ -139,6 +142,9 @@ struct Counts {
     /// Files that are not text, and the first.
     not_text: usize,
     first_not_text: Option<PathBuf>,
+    /// Files of other licences, and the first with what is known of its licence.
+    not_licensed: usize,
+    first_not_licensed: Option<(PathBuf, String)>,
 }
 
 /// Tokens of a document, and how many at the beginning are given.
@@ -182,19 +188,33 @@ impl Reader<'_> {
                 "{name}: `include` and `exclude` choose files of a folder, and this is a file: remove them"
             )));
         }
+        if !source.licenses.is_empty() && (!is_folder || has_records) {
+            return Err(EngineError::bad_input(format!(
+                "{name}: `licenses` chooses text files of a folder, and this is a data set of another kind: remove it"
+            )));
+        }
         let files = list_files(&source.path, &filter, source.stay_in_folder)?;
-        let before = self.documents;
+        let mut licenses = (!source.licenses.is_empty()).then(|| LicenseFilter::new(&source.path, &source.licenses));
+        let (before, not_text, not_licensed) = (self.documents, self.counts.not_text, self.counts.not_licensed);
         for file in &files {
             match has_records {
                 true => self.read_record_file(file, source, progress)?,
-                false => self.read_text_file(file, source)?,
+                false => self.read_text_file(file, source, licenses.as_mut())?,
             }
             progress(self.data.trained.len() + self.data.held_out.len())?;
         }
         if self.documents == before {
             let what = match (files.len(), has_records) {
-                (0, true) => "no .json or .jsonl file in it (`include` and `exclude` choose others)".to_owned(),
-                (0, false) => "no file in it that `include` and `exclude` choose".to_owned(),
+                (0, _) => nothing_chosen(source, has_records)?,
+                (count, false) if self.counts.not_text - not_text == count => format!(
+                    "none of its {count} files is UTF-8 text, such as {}: choose files of text or code with `include`",
+                    files.first().map(|file| file.display().to_string()).unwrap_or_default()
+                ),
+                (count, _) if self.counts.not_licensed - not_licensed == count => {
+                    format!(
+                        "none of its {count} files has one of the `licenses`; docs/code-models.md says how a licence is found"
+                    )
+                }
                 (1, _) => "there is no document in it".to_owned(),
                 (count, _) => format!("there is no document in its {count} files"),
             };
@@ -226,7 +246,7 @@ impl Reader<'_> {
         })
     }
 
-    fn read_text_file(&mut self, file: &Path, source: &DataSource) -> Result<()> {
+    fn read_text_file(&mut self, file: &Path, source: &DataSource, licenses: Option<&mut LicenseFilter>) -> Result<()> {
         let (_, bytes) = regular::open(file).map_err(|error| EngineError::io(file, error))?;
         if bytes > MAX_FILE_BYTES {
             return Err(EngineError::bad_input(format!(
@@ -241,6 +261,12 @@ impl Reader<'_> {
             // A zero byte is in no source file, and in most binary ones.
             Ok(text) if !text.contains('\0') => {
                 let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+                if let Some(Err(license)) = licenses.map(|licenses| licenses.check(file, text)) {
+                    self.counts.not_licensed += 1;
+                    let first = || (file.to_path_buf(), license);
+                    self.counts.first_not_licensed.get_or_insert_with(first);
+                    return Ok(());
+                }
                 self.add_text(text, source)
             }
             _ => {
@@ -407,6 +433,13 @@ impl Reader<'_> {
                 first.display()
             ));
         }
+        if let Some((first, license)) = &counts.first_not_licensed {
+            notes.push(format!(
+                "{} files have none of the `licenses` and are left out, such as {} ({license})",
+                counts.not_licensed,
+                first.display()
+            ));
+        }
         if counts.split > 0 {
             notes.push(format!(
                 "documents that are longer than the context of {context} tokens: {}, which are split into {} pieces",
@@ -439,6 +472,30 @@ impl Reader<'_> {
         self.data.store.finish()?;
         Ok(self.data)
     }
+}
+
+/// Why no file of a folder belongs to a data set.
+fn nothing_chosen(source: &DataSource, has_records: bool) -> Result<String> {
+    let everything = FileFilter {
+        include: Patterns::default(),
+        exclude: Patterns::default(),
+        endings: &[],
+    };
+    let all = list_files(&source.path, &everything, source.stay_in_folder)?;
+    let Some(first) = all.first() else {
+        return Ok("there is no file in this folder".to_owned());
+    };
+    let first = first.strip_prefix(&source.path).unwrap_or(first).display();
+    let count = all.len();
+    if source.include.is_empty() && has_records {
+        return Ok(format!(
+            "none of its {count} files, such as `{first}`, ends in .json or .jsonl: choose others with `include`, or use `kind: text`"
+        ));
+    }
+    Ok(format!(
+        "`include` and `exclude` choose none of its {count} files, such as `{first}`. Patterns are for paths below the folder and have `*`, `?` \
+         and `**`: `*.rs`, `src/**/*.py`; several are a list"
+    ))
 }
 
 /// Tokens that a cut adds at most, besides those of the document: three marks, the end, and tokens that were split at both ends of the middle.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 /// The names of fields with a token sequence.
-const TOKEN_FIELDS: [&str; 2] = ["tokens", "input_ids"];
+pub(super) const TOKEN_FIELDS: [&str; 2] = ["tokens", "input_ids"];
 
 /// The names of the columns of a data set.
 #[derive(Clone, Debug)]
@@ -58,6 +58,14 @@ impl RawRecord {
                 return Err("expected a list of token ids or an object with fields".to_owned());
             }
         };
+        let names = [TOKEN_FIELDS[0], TOKEN_FIELDS[1], &columns.text, &columns.prompt];
+        let present: Vec<&str> = names.into_iter().filter(|name| fields.contains_key(*name)).collect();
+        if let [one, other, ..] = present.as_slice() {
+            return Err(format!(
+                "it has `{one}` and `{other}`, and only one of them can be trained on: remove the other field, or name another column \
+                 (`text_column`, `prompt_column`)"
+            ));
+        }
         for name in TOKEN_FIELDS {
             match fields.remove(name) {
                 Some(Field::Tokens(tokens)) => return checked_ids(tokens, vocabulary).map(Record::Tokens),

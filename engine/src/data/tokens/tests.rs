@@ -13,6 +13,7 @@ fn source(path: &Path) -> DataSource {
         kind: SourceKind::Auto,
         include: Vec::new(),
         exclude: Vec::new(),
+        licenses: Vec::new(),
         text_column: "text".into(),
         prompt_column: "prompt".into(),
         completion_column: "completion".into(),
@@ -93,6 +94,23 @@ fn files_of_a_folder_are_documents_in_the_order_of_their_paths() {
         })
         .collect();
     assert_eq!(texts, ["one", "one", "two", "two"]);
+    // Without a licence no file belongs to the data set, but for one that has its own.
+    std::fs::write(
+        folder.join("b/three.rs"),
+        "// SPDX-License-Identifier: MIT OR GPL-3.0-only",
+    )
+    .unwrap();
+    let licensed = [DataSource {
+        licenses: vec!["mit".into()],
+        ..sources[0].clone()
+    }];
+    let found = read(&licensed, options(&model, Some(&tokenizer), 64));
+    assert_eq!(found.trained.len(), 2);
+    let notes = found.notes.join("\n");
+    assert!(
+        notes.contains("2 files have none of the `licenses`") && notes.contains("one.rs (no licence found)"),
+        "{notes}"
+    );
     assert_eq!(data.notes.len(), 1);
     assert!(data.notes[0].contains("2 files are no UTF-8 text") && data.notes[0].contains("binary.rs"));
 }

@@ -17,12 +17,14 @@ mod gguf;
 mod layout;
 mod model;
 mod model_path;
+mod new_model;
 mod rope;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
 mod token_mask;
 mod tokenizer;
+mod train_tokenizer;
 
 pub use cache::KeyValueCache;
 pub use config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
@@ -31,3 +33,4 @@ pub use model::{Decoder, DecoderOptions};
 pub use model_path::open_tokenizer;
 pub use token_mask::TokenMask;
 pub use tokenizer::{FillTokens, TextTokenizer};
+pub use train_tokenizer::{END_TOKEN, train_tokenizer};

@@ -154,6 +154,7 @@ fn source(dataset: &LmDatasetConfig, is_held_out: bool, cx: &Context<'_>) -> Res
         },
         include: dataset.include.0.clone(),
         exclude: dataset.exclude.0.clone(),
+        licenses: dataset.licenses.0.clone(),
         text_column: dataset.text_column.clone(),
         prompt_column: dataset.prompt_column.clone(),
         completion_column: dataset.completion_column.clone(),

@@ -77,7 +77,10 @@ impl<'a> Run<'a> {
             only_shapes: false,
         };
         FreePages::Release.apply();
-        let mut model = Decoder::load(&model_folder, &options)?;
+        let mut model = match process.model.from_config {
+            true => Decoder::from_config(&model_folder, &options, seed)?,
+            false => Decoder::load(&model_folder, &options)?,
+        };
         if !memory_options.pages_returned {
             FreePages::Retain.apply();
         }
@@ -122,15 +125,20 @@ const CHECK_TIME: Duration = Duration::from_secs(10);
 /// # Errors
 /// The error with which the run would end before its first step.
 pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<()> {
-    let options = DecoderOptions {
-        only_shapes: true,
-        ..DecoderOptions::cpu()
-    };
-    let Ok(mut model) = Decoder::load(&cx.local_path(&process.model.name_or_path)?, &options) else {
-        return Ok(());
-    };
-    if let Some(network) = &process.network {
-        TrainedParameters::check_network(network, &mut model)?;
+    let folder = cx.local_path(&process.model.name_or_path)?;
+    if process.model.from_config {
+        DecoderConfig::read_new(&folder)?;
+    } else {
+        let options = DecoderOptions {
+            only_shapes: true,
+            ..DecoderOptions::cpu()
+        };
+        let Ok(mut model) = Decoder::load(&folder, &options) else {
+            return Ok(());
+        };
+        if let Some(network) = &process.network {
+            TrainedParameters::check_network(network, &mut model)?;
+        }
     }
     let (model_folder, config, tokenizer) = open_tokenizer(process, cx)?;
     let seed = process

@@ -15,7 +15,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// The number of steps of the reference's trainings, their context and their seed.
-const STEPS: u64 = 20;
+const STEPS: u64 = 50;
 
 fn reference() -> Value {
     serde_json::from_slice(&std::fs::read(fixtures().join("lm_training.json")).unwrap()).unwrap()
@@ -181,6 +181,10 @@ fn check_training(name: &str) {
     if case["data"] == "fim" {
         lines.push(("fim_rate", json!(0.7)));
     }
+    if let Some(base) = case["base"].as_str() {
+        let model = json!({"name_or_path": root.join("model"), "dtype": "float32", "quantize": true, "qtype": base});
+        lines.push(("model", model));
+    }
     if let Some(filter) = case["lora"].as_array() {
         let network = json!({"type": "lora", "linear": 4, "linear_alpha": 8, "only_if_contains": filter});
         lines.push(("network", network));
@@ -261,6 +265,8 @@ trainings! {
     a_lora_of_some_layers: "LoRA of some layers",
     fill_in_the_middle: "fill-in-the-middle",
     texts: "texts",
+    a_lora_on_a_base_in_nf4: "LoRA on nf4",
+    a_lora_on_a_base_in_int8: "LoRA on int8",
     completions_of_prompts: "completions of prompts",
 }
 
@@ -584,6 +590,54 @@ fn refused(text: &str) -> String {
 }
 
 #[test]
+fn a_new_model_is_trained_from_its_config_alone() {
+    let mut saves = Vec::new();
+    for seed in [1, 1, 2] {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        model(&root.join("model"), "llama");
+        write_tokenizer(&root.join("model"), 264);
+        write_texts(&root.join("data.jsonl"));
+        std::fs::remove_file(root.join("model/model.safetensors")).unwrap();
+        let path = root.join("model/config.json");
+        let mut json: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        json["vocab_size"] = 264.into();
+        std::fs::write(&path, json.to_string()).unwrap();
+        let text = config(
+            root,
+            &[
+                ("network", Value::Null),
+                ("training_seed", json!(seed)),
+                (
+                    "model",
+                    json!({"name_or_path": root.join("model"), "dtype": "float32", "from_config": true}),
+                ),
+                ("train", json!({"steps": 8, "batch_size": 2, "lr": 0.01})),
+                ("save", json!({"save_every": 3, "dtype": "float32"})),
+            ],
+        );
+        // A stop in the middle changes nothing.
+        let spec = spec_of(&text);
+        if saves.len() == 1 {
+            stop_at(&spec, 4);
+        }
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let losses = metric(&events, "loss/loss");
+        // The first loss is that of random guesses, about the logarithm of the vocabulary.
+        if saves.is_empty() {
+            assert!((losses[0] - 264f64.ln()).abs() < 0.2, "{losses:?}");
+            assert!(losses[7] < losses[0] - 0.5, "{losses:?}");
+        }
+        let folder = root.join("out/coder/coder");
+        // It is a model like any other.
+        crate::models::decoder::Decoder::load(&folder, &crate::models::decoder::DecoderOptions::cpu()).unwrap();
+        saves.push(std::fs::read(folder.join("model.safetensors")).unwrap());
+    }
+    assert!(saves[0] == saves[1] && saves[0] != saves[2]);
+}
+
+#[test]
 fn bad_input_is_refused_with_its_place() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
@@ -614,6 +668,16 @@ fn bad_input_is_refused_with_its_place() {
             "has `prompt` and no `completion`",
         ),
         ("{\"text\": 3}\n", "data.jsonl:1", "`text`: expected text"),
+        (
+            "{\"text\": \"a\", \"input_ids\": [1, 2]}\n",
+            "data.jsonl:1",
+            "it has `input_ids` and `text`, and only one",
+        ),
+        (
+            "{\"text\": \"a\", \"prompt\": \"b\", \"completion\": \"c\"}\n",
+            "data.jsonl:1",
+            "it has `text` and `prompt`, and only one",
+        ),
         ("[1, 2\n", "data.jsonl:1", "expected a JSON record on each line"),
         ("7\n", "data.jsonl:1", "expected a list of token ids or an object"),
         ("", "data.jsonl", "there is no document in it"),
@@ -648,7 +712,22 @@ fn bad_input_is_refused_with_its_place() {
     let message = refused_with(&[("datasets", json!([{"path": root.join("nothing")}]))]);
     assert!(message.contains("this data set does not exist"), "{message}");
     let message = refused_with(&[("datasets", json!([{"path": root.join("model"), "include": ["*.rs"]}]))]);
-    assert!(message.contains("no file in it"), "{message}");
+    assert!(
+        message.contains("choose none of its 4 files, such as `config.json`") && message.contains("`src/**/*.py`"),
+        "{message}"
+    );
+    std::fs::create_dir(root.join("binary")).unwrap();
+    let message = refused_with(&[("datasets", json!([{"path": root.join("binary")}]))]);
+    assert!(message.contains("there is no file in this folder"), "{message}");
+    std::fs::write(root.join("binary/a.bin"), b"a\0b").unwrap();
+    let message = refused_with(&[("datasets", json!([{"path": root.join("binary")}]))]);
+    assert!(
+        message.contains("none of its 1 files is UTF-8 text, such as"),
+        "{message}"
+    );
+    let records = json!([{"path": root.join("binary"), "kind": "records"}]);
+    let message = refused_with(&[("datasets", records)]);
+    assert!(message.contains("`a.bin`, ends in .json or .jsonl"), "{message}");
     let message = refused_with(&[("datasets", json!([{"path": data, "include": ["*.rs"]}]))]);
     assert!(
         message.contains("`include` and `exclude` choose files of a folder"),
