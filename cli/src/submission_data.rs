@@ -27,7 +27,7 @@ pub(crate) fn parameter_counts(loaded: &LoadedJob, directory: &Path) -> Option<P
 /// The parameters of a code model that is made from the config in a folder.
 #[cfg(feature = "embedded")]
 fn counts_of_new_model(folder: &Path) -> Option<ParameterCounts> {
-    let config = aitk_engine::models::decoder::DecoderConfig::read_new(folder).ok()?;
+    let config = aitk_engine::models::causal_lm::CausalLmConfig::read_new(folder).ok()?;
     let count = u64::try_from(config.parameter_count()).ok()?;
     Some(ParameterCounts {
         denoiser: count,

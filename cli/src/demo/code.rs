@@ -16,7 +16,7 @@ use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::step_metrics::StepMetrics;
 use aitk_engine::data::tokens::read_texts;
-use aitk_engine::models::decoder::{END_TOKEN, train_tokenizer};
+use aitk_engine::models::causal_lm::{END_TOKEN, train_tokenizer};
 use include_dir::{Dir, DirEntry, include_dir};
 use serde_json::{Value, json};
 use std::io::Write as _;

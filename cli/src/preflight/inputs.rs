@@ -66,12 +66,12 @@ fn content_problem(input: &Input, local: &Path) -> Option<String> {
 /// Returns why a code model cannot be loaded, from its config and the names and shapes of its tensors.
 #[cfg(feature = "embedded")]
 fn language_model_problem(path: &str, local: &Path) -> Option<String> {
-    use aitk_engine::models::decoder::{Decoder, DecoderOptions};
-    let options = DecoderOptions {
+    use aitk_engine::models::causal_lm::{CausalLm, CausalLmOptions};
+    let options = CausalLmOptions {
         only_shapes: true,
-        ..DecoderOptions::cpu()
+        ..CausalLmOptions::cpu()
     };
-    let problem = Decoder::load(local, &options).err()?.to_string();
+    let problem = CausalLm::load(local, &options).err()?.to_string();
     Some(match problem.contains(path) {
         true => problem,
         false => format!("{path}: {problem}"),
@@ -81,7 +81,7 @@ fn language_model_problem(path: &str, local: &Path) -> Option<String> {
 /// Returns why no new code model can be made from the config in a folder.
 #[cfg(feature = "embedded")]
 fn new_model_problem(local: &Path) -> Option<String> {
-    let read = aitk_engine::models::decoder::DecoderConfig::read_new(local);
+    let read = aitk_engine::models::causal_lm::CausalLmConfig::read_new(local);
     read.err().map(|error| error.to_string())
 }
 

@@ -11,7 +11,7 @@ use super::values::TextSource;
 
 section! {
     /// The language model of a process.
-    pub struct LmModelConfig("model") {
+    pub struct LmGenerateModelConfig("model") {
         /// Folder of the model: `config.json`, `tokenizer.json` and `.safetensors` files; or `ORG/NAME` on Hugging Face; or a `.gguf` file.
         name_or_path [required]: String = String::new(), Works, input Model;
         /// Number format of the arithmetic. The CPU computes in float32, and keeps bfloat16 weights as they are.
@@ -24,7 +24,7 @@ section! {
     finish = finish_model;
 }
 
-fn finish_model(model: &mut LmModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
+fn finish_model(model: &mut LmGenerateModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     cx.check_in_range("lora_weight", model.lora_weight, -MAX_FACTOR..=MAX_FACTOR);
     // A job that was read before has every key.
     if model.lora_path.is_none() && model.lora_weight != 1.0 {
@@ -158,7 +158,7 @@ section! {
         /// Device to use; ignored.
         device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// The model.
-        model [required]: LmModelConfig = LmModelConfig::default(), Works;
+        model [required]: LmGenerateModelConfig = LmGenerateModelConfig::default(), Works;
         /// The texts to generate.
         generate [required]: LmGenerateConfig = LmGenerateConfig::default(), Works;
     }

@@ -13,8 +13,8 @@ use super::lm_export::{LmExportModelConfig, LmExportProcess, LmExportSaveConfig}
 use super::lm_generate;
 use super::lm_generate::{FillItem, LmGenerateConfig, LmGenerateProcess};
 use super::lm_trainer::{
-    LmDatasetConfig, LmModelConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerProcess,
-    LmValidationConfig,
+    LmDatasetConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerModelConfig,
+    LmTrainerProcess, LmValidationConfig,
 };
 use super::logging::LoggingConfig;
 use super::lr_factor::LrFactor;
@@ -83,7 +83,7 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ),
         (
             "`model` of `lm_generate`",
-            lm_generate::LmModelConfig::describe(),
+            lm_generate::LmGenerateModelConfig::describe(),
             false,
         ),
         ("`generate` of `lm_generate`", LmGenerateConfig::describe(), false),
@@ -113,7 +113,7 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
             LmTrainerProcess::describe(),
             false,
         ),
-        ("`model` of `lm_trainer`", LmModelConfig::describe(), false),
+        ("`model` of `lm_trainer`", LmTrainerModelConfig::describe(), false),
         ("`network` of `lm_trainer`", LmNetworkConfig::describe(), false),
         ("`datasets[]` of `lm_trainer`", LmDatasetConfig::describe(), false),
         ("`validation` of `lm_trainer`", LmValidationConfig::describe(), false),

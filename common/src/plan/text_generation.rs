@@ -18,7 +18,7 @@ const USUAL_PROMPT: f64 = 512.0;
 const BYTES_PER_TOKEN: f64 = 3.0;
 /// Texts in a file.
 const USUAL_PROMPTS: f64 = 100.0;
-/// Rows by which a cache of keys and values grows at least (`engine/src/models/decoder/cache.rs`).
+/// Rows by which a cache of keys and values grows at least (`engine/src/models/causal_lm/cache.rs`).
 const MIN_GROWTH: f64 = 64.0;
 /// Floating-point operations of a pass of a family without published passes.
 const FLOPS_PER_PASS: f64 = 6.5e12;

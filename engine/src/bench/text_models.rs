@@ -3,8 +3,8 @@
 use super::operations::{Iteration, forward_and_backward, normal_f32};
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
-use crate::models::decoder::{
-    Decoder, DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind, TokenMask,
+use crate::models::causal_lm::{
+    AttentionMask, CausalLm, CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind,
 };
 use crate::models::qwen3::{Qwen3Config, Qwen3Model};
 use crate::models::t5::{T5Config, T5EncoderModel};
@@ -79,8 +79,8 @@ pub(super) fn qwen3(compute: &Compute, with_gradients: bool) -> Result<Iteration
 pub(super) fn starcoder2(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
     const HEAD: usize = 128;
     let angle = |pair: usize| 1e6_f32.powf(-((2 * pair) as f32) / HEAD as f32);
-    let config = DecoderConfig {
-        family: DecoderFamily::StarCoder2,
+    let config = CausalLmConfig {
+        family: CausalLmFamily::StarCoder2,
         vocab_size: VOCABULARY,
         width: 3072,
         inner_width: 12288,
@@ -100,12 +100,12 @@ pub(super) fn starcoder2(compute: &Compute, with_gradients: bool) -> Result<Iter
         scales_scores: true,
         windows: vec![Some(4096)],
         ties_embeddings: true,
-        end_tokens: Vec::new(),
+        eos_token_ids: Vec::new(),
     };
-    let model = Decoder::new(&weights(compute, with_gradients), config)?;
+    let model = CausalLm::new(&weights(compute, with_gradients), config)?;
     let ids: Vec<u32> = (0..1024).map(|token| token % VOCABULARY as u32).collect();
     let ids = Tensor::from_vec(ids, (1, 1024), &compute.device)?;
-    iteration(with_gradients, move || model.hidden(&ids, &TokenMask::Causal))
+    iteration(with_gradients, move || model.hidden(&ids, &AttentionMask::Causal))
 }
 
 /// The form of the weights of [`one_row`].

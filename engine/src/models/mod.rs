@@ -1,9 +1,9 @@
 //! The components that several model families share.
 
+pub mod causal_lm;
 pub mod clip;
 pub mod codec;
 pub mod config;
-pub mod decoder;
 pub mod flux;
 mod gguf_names;
 mod mmdit;

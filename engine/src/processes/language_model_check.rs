@@ -36,8 +36,8 @@ pub fn check_language_model(job: &JobSpec, process: &Process, inputs: &BTreeMap<
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::check_language_model;
-    use crate::models::decoder::byte_tokenizer::write_tokenizer;
-    use crate::models::decoder::formula_weights::{expected, write_model};
+    use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+    use crate::models::causal_lm::formula_weights::{expected, write_model};
     use aitk_common::job::{Format, LoadOptions, parse};
     use serde_json::{Value, json};
     use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
 //! Every config of `config/examples` runs on a tiny model of its family, with other paths, sizes and numbers of steps.
 
 use super::{StopSignal, run};
-use crate::models::decoder::byte_tokenizer::write_tokenizer;
-use crate::models::decoder::formula_weights::{expected, write_model};
+use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+use crate::models::causal_lm::formula_weights::{expected, write_model};
 use crate::testing::{attempt, fixtures, in_own_folder, sampled_cases, sd35_large_folder, tuned, zimage_folder};
 use crate::weights::write_tensors;
 use aitk_common::attempt::{ChildEvent, Outcome};

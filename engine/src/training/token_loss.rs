@@ -292,7 +292,7 @@ fn indices(positions: &[u32], targets: &[u32], device: &Device) -> Result<(Tenso
 mod tests {
     use super::token_loss;
     use crate::autograd::gradients;
-    use crate::models::decoder::formula_weights::formula;
+    use crate::models::causal_lm::formula_weights::formula;
     use crate::testing::{fixtures, gap, in_portable_mode, largest};
     use candle_core::{DType, Device, Tensor, Var};
     use serde_json::Value;

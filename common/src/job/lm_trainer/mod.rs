@@ -12,7 +12,7 @@ mod train;
 mod validation;
 
 pub use dataset::{LmDatasetConfig, LmDatasetKind};
-pub use model::LmModelConfig;
+pub use model::LmTrainerModelConfig;
 pub use network::{LmNetworkConfig, LmNetworkType};
 pub use sample::LmSampleConfig;
 pub use save::LmSaveConfig;
@@ -39,7 +39,7 @@ section! {
         /// Seed of everything random in the training. Absent: chosen once per job.
         training_seed: Option<i64> = None, Works;
         /// The base model.
-        model [required]: LmModelConfig = LmModelConfig::default(), Works;
+        model [required]: LmTrainerModelConfig = LmTrainerModelConfig::default(), Works;
         /// The LoRA to train. Absent: the whole model is trained.
         network: Option<LmNetworkConfig> = None, Works;
         /// Training data.

@@ -7,7 +7,7 @@ use crate::plan::qtype::QType;
 
 section! {
     /// A code model: a folder as Hugging Face has it.
-    pub struct LmModelConfig("model") {
+    pub struct LmTrainerModelConfig("model") {
         /// The folder of the model: `config.json`, `*.safetensors` and, for texts, `tokenizer.json`; or `ORG/NAME` on Hugging Face.
         name_or_path [required]: String = String::new(), Works, input LanguageModel;
         /// Train a new model: its sizes are those of `config.json` in the folder, its weights are drawn from the seed as transformers draws
@@ -25,13 +25,13 @@ section! {
     check = check;
 }
 
-fn finish(model: &mut LmModelConfig, present: &PresentKeys, cx: &mut ReadContext) {
+fn finish(model: &mut LmTrainerModelConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if present.has("name_or_path") && model.name_or_path.trim().is_empty() {
         cx.error_at("name_or_path", "needs the path of the model's folder, or ORG/NAME");
     }
 }
 
-fn check(model: &LmModelConfig, path: &str, report: &mut SupportReport) {
+fn check(model: &LmTrainerModelConfig, path: &str, report: &mut SupportReport) {
     if model.quantize && QType::from_name(&model.qtype).is_none() {
         let message = format!(
             "`{}` does not work yet; expected one of {}",
@@ -42,7 +42,7 @@ fn check(model: &LmModelConfig, path: &str, report: &mut SupportReport) {
     }
 }
 
-impl LmModelConfig {
+impl LmTrainerModelConfig {
     /// How the frozen model is quantised. `None`: it is not.
     #[must_use]
     pub fn quantization(&self) -> Option<QType> {

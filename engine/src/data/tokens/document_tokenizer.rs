@@ -2,7 +2,7 @@
 
 use super::fill_in_middle::FimTokens;
 use crate::error::{EngineError, Result};
-use crate::models::decoder::TextTokenizer;
+use crate::models::causal_lm::TextTokenizer;
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::Value;

@@ -1,9 +1,9 @@
 //! Generates several texts at a time, each with its own cache of keys and values.
 
+use super::sampling_params::SamplingParams;
 use super::text_stream::TextStream;
-use super::token_choice::TokenChoice;
 use crate::error::{EngineError, Result};
-use crate::models::decoder::{Decoder, KeyValueCache, TextTokenizer};
+use crate::models::causal_lm::{CausalLm, KeyValueCache, TextTokenizer};
 use crate::rng::generator_for;
 use candle_core::{DType, Device, Tensor};
 
@@ -23,7 +23,7 @@ pub struct TextRequest {
 #[derive(Clone, Debug)]
 pub struct TextSettings {
     /// How tokens are chosen.
-    pub choice: TokenChoice,
+    pub choice: SamplingParams,
     /// The most tokens of a completion.
     pub max_new_tokens: usize,
     /// Texts that end a completion, which ends before them.
@@ -94,7 +94,7 @@ pub trait TextEvents {
 /// # Errors
 /// When a prompt is empty or fills the model's context, the logits are not numbers, the device fails, or of `events`.
 pub fn generate_texts(
-    model: &Decoder,
+    model: &CausalLm,
     tokenizer: &TextTokenizer,
     settings: &TextSettings,
     requests: &[TextRequest],
@@ -138,7 +138,7 @@ struct RunningText<'a> {
 
 /// The texts that are generated at the same time.
 struct Batch<'a> {
-    model: &'a Decoder,
+    model: &'a CausalLm,
     tokenizer: &'a TextTokenizer,
     settings: &'a TextSettings,
     /// Bytes of the longest text that ends a completion.
@@ -215,7 +215,7 @@ impl<'a> Batch<'a> {
             )));
         };
         text.tokens.push(token);
-        let is_end = self.model.config().end_tokens.contains(&token);
+        let is_end = self.model.config().eos_token_ids.contains(&token);
         let before = text.stream.text().len();
         if !is_end {
             text.stream.push(self.tokenizer, token)?;
@@ -311,7 +311,7 @@ pub fn check_prompt(request: &TextRequest, max_positions: usize) -> Result<()> {
 }
 
 /// States [b, 1, width] -> the logits of each row, in f32 on the CPU.
-fn rows_of_logits(model: &Decoder, hidden: &Tensor) -> Result<Vec<Vec<f32>>> {
+fn rows_of_logits(model: &CausalLm, hidden: &Tensor) -> Result<Vec<Vec<f32>>> {
     let logits = model.logits(hidden)?.squeeze(1)?;
     Ok(logits.to_dtype(DType::F32)?.to_device(&Device::Cpu)?.to_vec2()?)
 }

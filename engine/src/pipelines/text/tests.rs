@@ -1,10 +1,10 @@
 //! Compares texts with those of transformers' `generate` (`tests/reference/make_decoder.py`), and checks what ends a text.
 
-use super::{Completion, StopReason, TextEvents, TextRequest, TextSettings, TokenChoice, generate_texts};
+use super::{Completion, SamplingParams, StopReason, TextEvents, TextRequest, TextSettings, generate_texts};
 use crate::error::Result;
-use crate::models::decoder::byte_tokenizer::{END, write_tokenizer};
-use crate::models::decoder::formula_weights::{expected, write_model};
-use crate::models::decoder::{Decoder, DecoderOptions, TextTokenizer};
+use crate::models::causal_lm::byte_tokenizer::{END, write_tokenizer};
+use crate::models::causal_lm::formula_weights::{expected, write_model};
+use crate::models::causal_lm::{CausalLm, CausalLmOptions, TextTokenizer};
 use crate::testing::{compute_on_this_thread, in_portable_mode};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ impl Tiny {
     }
 
     fn generate(&self, settings: &TextSettings, prompts: &[Vec<u32>]) -> Result<Report> {
-        let model = Decoder::load(self.folder.path(), &DecoderOptions::cpu()).unwrap();
+        let model = CausalLm::load(self.folder.path(), &CausalLmOptions::cpu()).unwrap();
         let tokenizer = TextTokenizer::open(self.folder.path(), self.vocab_size).unwrap();
         let requests: Vec<TextRequest> = prompts
             .iter()
@@ -90,7 +90,7 @@ impl TextEvents for Report {
 
 fn settings(max_new_tokens: usize) -> TextSettings {
     TextSettings {
-        choice: TokenChoice::default(),
+        choice: SamplingParams::default(),
         max_new_tokens,
         stop: Vec::new(),
         seed: 7,
@@ -194,7 +194,7 @@ fn the_context_ends_a_text_and_longer_prompts_are_refused() {
 #[test]
 fn a_generation_stops_between_steps() {
     let tiny = Tiny::new("qwen2");
-    let model = Decoder::load(tiny.folder.path(), &DecoderOptions::cpu()).unwrap();
+    let model = CausalLm::load(tiny.folder.path(), &CausalLmOptions::cpu()).unwrap();
     let tokenizer = TextTokenizer::open(tiny.folder.path(), tiny.vocab_size).unwrap();
     let request = TextRequest {
         prompt: tiny.prompt(7),

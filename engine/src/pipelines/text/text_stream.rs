@@ -1,7 +1,7 @@
 //! The text of tokens that come one after another.
 
 use crate::error::Result;
-use crate::models::decoder::TextTokenizer;
+use crate::models::causal_lm::TextTokenizer;
 
 /// How many tokens of the prompt are decoded together with the first new one: whether a token begins with a space may depend on them.
 const CONTEXT: usize = 8;
@@ -130,8 +130,8 @@ fn continuation<'a>(before: &str, whole: &'a str) -> Option<&'a str> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::{TextStream, continuation};
-    use crate::models::decoder::TextTokenizer;
-    use crate::models::decoder::byte_tokenizer::write_tokenizer;
+    use crate::models::causal_lm::TextTokenizer;
+    use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
     use crate::rng::TorchGenerator;
 
     /// Random bytes, of which many are no text, and characters that are cut anywhere.

@@ -3,7 +3,7 @@
 use super::super::language_model_part::language_model_part;
 use crate::adapters::{LoadedAdapter, load_lora};
 use crate::error::{EngineError, Result};
-use crate::models::decoder::{Decoder, DecoderOptions};
+use crate::models::causal_lm::{CausalLm, CausalLmOptions};
 use crate::nn::{LayerMut, LowRank, VisitLayers as _};
 use crate::weights::Weight;
 use candle_core::{DType, Tensor};
@@ -13,7 +13,7 @@ use std::path::Path;
 /// A model and what a LoRA adds to its weights.
 pub(super) struct MergedModel {
     /// The model without the LoRA.
-    pub(super) decoder: Decoder,
+    pub(super) decoder: CausalLm,
     /// The LoRA, as it was loaded.
     pub(super) lora: Option<LoadedAdapter>,
     tensors: BTreeMap<String, Weight>,
@@ -27,12 +27,12 @@ impl MergedModel {
     /// # Errors
     /// When one of them cannot be used, or the LoRA cannot be merged.
     pub(super) fn open(folder: &Path, lora: Option<&Path>, strength: f64, only_shapes: bool) -> Result<Self> {
-        let options = DecoderOptions {
+        let options = CausalLmOptions {
             streamed: if only_shapes { 0.0 } else { 1.0 },
             only_shapes,
-            ..DecoderOptions::cpu()
+            ..CausalLmOptions::cpu()
         };
-        let decoder = Decoder::load(folder, &options)?;
+        let decoder = CausalLm::load(folder, &options)?;
         let mut model = Self {
             tensors: decoder.tensors()?.into_iter().collect(),
             decoder,

@@ -12,7 +12,7 @@ use super::lm_train::model_folder::write_model;
 use super::rate::Progress;
 use super::train::save_files::files_in_save;
 use crate::error::{EngineError, Result};
-use crate::models::decoder::GgufExport;
+use crate::models::causal_lm::GgufExport;
 use aitk_common::attempt::Outcome;
 use aitk_common::fsutil::{self, TemporaryFolder};
 use aitk_common::job::ProcessKind;

@@ -1,9 +1,9 @@
 //! Exports tiny models, with LoRAs and without. With `AITK_KEEP_EXPORTS=FOLDER`, `tests/reference/check_lm_exports.py` reads the files with
 //! `gguf`, llama.cpp, transformers and peft.
 
-use crate::models::decoder::byte_tokenizer::write_tokenizer;
-use crate::models::decoder::formula_weights::{expected, formula, write_model};
-use crate::models::decoder::{Decoder, DecoderOptions, TokenMask, open_tokenizer};
+use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+use crate::models::causal_lm::formula_weights::{expected, formula, write_model};
+use crate::models::causal_lm::{AttentionMask, CausalLm, CausalLmOptions, open_tokenizer};
 use crate::processes::{StopSignal, run};
 use crate::testing::{attempt, compute_on_this_thread, in_own_folder};
 use crate::weights::write_tensors;
@@ -100,7 +100,7 @@ fn write_base(folder: &Path, name: &str) {
 }
 
 /// Writes a LoRA of some layers as peft has it.
-fn write_lora(folder: &Path, model: &Decoder) {
+fn write_lora(folder: &Path, model: &CausalLm) {
     std::fs::create_dir_all(folder).unwrap();
     let mut tensors = BTreeMap::new();
     let mut targets = Vec::new();
@@ -169,7 +169,7 @@ fn failure(root: &Path, model: Value, save: Value) -> String {
 
 /// The 64 most probable tokens after a prompt, or those before the end of the text, with the prompt.
 fn greedy(path: &Path, prompt: &str) -> Value {
-    let model = Decoder::load(path, &DecoderOptions::cpu()).unwrap();
+    let model = CausalLm::load(path, &CausalLmOptions::cpu()).unwrap();
     let (_, tokenizer) = open_tokenizer(path).unwrap();
     let mut next = tokenizer.encode(prompt).unwrap();
     let prompt_ids = next.clone();
@@ -208,10 +208,10 @@ fn generate(root: &Path, model: &Path, lora: Option<&Path>) -> String {
 }
 
 fn logits(path: &Path) -> Vec<f32> {
-    let model = Decoder::load(path, &DecoderOptions::cpu()).unwrap();
+    let model = CausalLm::load(path, &CausalLmOptions::cpu()).unwrap();
     let ids: Vec<u32> = (0..19).map(|i| (i * 37 + 5) % 256).collect();
     let ids = Tensor::from_vec(ids, (1, 19), &Device::Cpu).unwrap();
-    let hidden = model.hidden(&ids, &TokenMask::Causal).unwrap();
+    let hidden = model.hidden(&ids, &AttentionMask::Causal).unwrap();
     model.logits(&hidden).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -291,7 +291,7 @@ fn a_lora_is_merged_into_both_formats_and_generates_the_same_texts() {
         let lora = root.join("lora");
         write_lora(
             &lora,
-            &Decoder::load(&root.join("model"), &DecoderOptions::cpu()).unwrap(),
+            &CausalLm::load(&root.join("model"), &CausalLmOptions::cpu()).unwrap(),
         );
         let with_lora = json!({"lora_path": lora});
         export(&root, with_lora.clone(), json!({"dtype": "f32"}));
@@ -349,7 +349,7 @@ fn what_cannot_be_exported_is_refused_before_anything_is_written() {
     let lora = root.join("lora");
     write_lora(
         &lora,
-        &Decoder::load(&root.join("model"), &DecoderOptions::cpu()).unwrap(),
+        &CausalLm::load(&root.join("model"), &CausalLmOptions::cpu()).unwrap(),
     );
     // A LoRA of another model.
     write_base(&root.join("model"), "starcoder");

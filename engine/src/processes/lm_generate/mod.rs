@@ -15,9 +15,9 @@ use crate::adapters::load_lora;
 use crate::device;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::models::decoder::{Decoder, DecoderOptions, open_tokenizer};
+use crate::models::causal_lm::{CausalLm, CausalLmOptions, open_tokenizer};
 use crate::pipelines::text::{
-    Completion, TextEvents, TextRequest, TextSettings, TokenChoice, check_prompt, generate_texts,
+    Completion, SamplingParams, TextEvents, TextRequest, TextSettings, check_prompt, generate_texts,
 };
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;
@@ -65,11 +65,11 @@ pub(super) fn run(process: &LmGenerateProcess, cx: &mut Context<'_>) -> Result<O
 /// # Errors
 /// The error with which [`run`] would end before it generates.
 pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()> {
-    let options = DecoderOptions {
+    let options = CausalLmOptions {
         only_shapes: true,
-        ..DecoderOptions::cpu()
+        ..CausalLmOptions::cpu()
     };
-    let mut model = Decoder::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
+    let mut model = CausalLm::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
     if let Some(lora) = &process.model.lora_path {
         load_lora(&mut [language_model_part(&mut model)], &cx.local_path(lora)?, 1.0)?;
     }
@@ -77,7 +77,7 @@ pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()>
 }
 
 /// Attaches the LoRA of the config.
-fn attach_lora(process: &LmGenerateProcess, model: &mut Decoder, cx: &mut Context<'_>) -> Result<()> {
+fn attach_lora(process: &LmGenerateProcess, model: &mut CausalLm, cx: &mut Context<'_>) -> Result<()> {
     if let Some(lora) = &process.model.lora_path {
         let path = cx.local_path(lora)?;
         let loaded = load_lora(&mut [language_model_part(model)], &path, process.model.lora_weight)?;
@@ -141,13 +141,13 @@ fn generate_remaining(
     FreePages::Release.apply();
     let memory = MemoryOptions::of(cx.spec.profile);
     let folder = cx.local_path(&process.model.name_or_path)?;
-    let options = DecoderOptions {
+    let options = CausalLmOptions {
         device: compute.device.clone(),
         dtype: compute.dtype,
         streamed: memory.denoiser_streamed,
-        ..DecoderOptions::cpu()
+        ..CausalLmOptions::cpu()
     };
-    let mut model = Decoder::load(&folder, &options)?;
+    let mut model = CausalLm::load(&folder, &options)?;
     attach_lora(process, &mut model, cx)?;
     let (_, tokenizer) = open_tokenizer(&folder)?;
     if !memory.pages_returned {
@@ -187,7 +187,7 @@ fn generate_remaining(
 
 fn settings(generate: &LmGenerateConfig, job_seed: u64) -> TextSettings {
     TextSettings {
-        choice: TokenChoice {
+        choice: SamplingParams {
             temperature: generate.temperature,
             top_k: generate.top_k as usize,
             top_p: generate.top_p,

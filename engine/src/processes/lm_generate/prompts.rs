@@ -1,7 +1,7 @@
 //! The prompts of a generation: from the config, from a text file, or from JSONL.
 
 use crate::error::{EngineError, Result};
-use crate::models::decoder::TextTokenizer;
+use crate::models::causal_lm::TextTokenizer;
 use crate::processes::context::Context;
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;

@@ -1,7 +1,7 @@
 //! Runs jobs with a tiny StarCoder2 (`tests/reference/make_decoder.py`).
 
-use crate::models::decoder::byte_tokenizer::write_tokenizer;
-use crate::models::decoder::formula_weights::{expected, write_model};
+use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+use crate::models::causal_lm::formula_weights::{expected, write_model};
 use crate::processes::{EventSink, StopSignal, run};
 use crate::testing::{attempt, compute_on_this_thread, in_own_folder, in_portable_mode};
 use aitk_common::attempt::{ChildEvent, Outcome};

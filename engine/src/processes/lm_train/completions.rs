@@ -63,7 +63,7 @@ impl Run<'_> {
         let Some(tokenizer) = &self.tokenizer else {
             return Err(EngineError::Internal("a prompt without a tokenizer".into()));
         };
-        let model = self.frozen.as_ref().unwrap_or(&self.model);
+        let model = self.eval_model.as_ref().unwrap_or(&self.model);
         let ids = tokenizer.encode(prompt, true)?;
         let most = model.config().max_positions;
         if ids.is_empty() || ids.len() >= most {
@@ -87,7 +87,7 @@ impl Run<'_> {
                 let logits = model.logits(&last)?.to_dtype(DType::F32)?;
                 Ok(logits.argmax(D::Minus1)?.flatten_all()?.get(0)?.to_scalar::<u32>()?)
             })?;
-            if Some(token) == tokenizer.end() || model.config().end_tokens.contains(&token) {
+            if Some(token) == tokenizer.end() || model.config().eos_token_ids.contains(&token) {
                 break;
             }
             new.push(token);

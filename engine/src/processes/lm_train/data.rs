@@ -113,7 +113,7 @@ impl Data {
     }
 
     /// The rows on which the loss is measured, in batches of `size`.
-    pub(super) fn held_out_batches(&self, size: usize) -> Vec<Vec<usize>> {
+    pub(super) fn held_out_row_groups(&self, size: usize) -> Vec<Vec<usize>> {
         let rows: Vec<usize> = (0..self.held_out.len()).collect();
         rows.chunks(size.max(1)).map(<[usize]>::to_vec).collect()
     }

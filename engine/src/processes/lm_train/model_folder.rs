@@ -1,7 +1,7 @@
 //! Writes saves: the folder of a LoRA as peft loads it, and that of a model as transformers loads it.
 
 use crate::error::{EngineError, Result};
-use crate::models::decoder::Decoder;
+use crate::models::causal_lm::CausalLm;
 use crate::weights::{SafetensorsLayout, Weight, write_tensors};
 use aitk_common::fsutil::{self, regular};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
@@ -74,7 +74,7 @@ pub(super) fn write_adapter(folder: &Path, tensors: &BTreeMap<String, Tensor>, a
 /// the numbers of a tensor, by its name and its weight.
 pub(in super::super) fn write_model(
     folder: &Path,
-    model: &Decoder,
+    model: &CausalLm,
     base: &Path,
     dtype: DType,
     dense: &mut dyn FnMut(&str, &Weight) -> Result<Tensor>,

@@ -12,7 +12,7 @@ use crate::data::tokens::DocumentTokenizer;
 use crate::device::allocator::FreePages;
 use crate::device::{self, Compute};
 use crate::error::{EngineError, Result};
-use crate::models::decoder::{Decoder, DecoderConfig, DecoderOptions, PositionKind};
+use crate::models::causal_lm::{CausalLm, CausalLmConfig, CausalLmOptions, PositionKind};
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::capability::DeviceKind;
 use aitk_common::fsutil;
@@ -61,7 +61,7 @@ impl<'a> Run<'a> {
 
         let (compute, memory_options) = (open_device(process, cx)?, MemoryOptions::of(cx.spec.profile));
         cx.phase("loading model");
-        let options = DecoderOptions {
+        let options = CausalLmOptions {
             device: compute.device.clone(),
             dtype: compute.dtype,
             trained: match process.network {
@@ -78,8 +78,8 @@ impl<'a> Run<'a> {
         };
         FreePages::Release.apply();
         let mut model = match process.model.from_config {
-            true => Decoder::from_config(&model_folder, &options, seed)?,
-            false => Decoder::load(&model_folder, &options)?,
+            true => CausalLm::from_config(&model_folder, &options, seed)?,
+            false => CausalLm::load(&model_folder, &options)?,
         };
         if !memory_options.pages_returned {
             FreePages::Retain.apply();
@@ -87,7 +87,7 @@ impl<'a> Run<'a> {
         model.checkpointing =
             Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         let target = TrainedParameters::new(process, &mut model, seed, cx)?;
-        let frozen = model.detached()?;
+        let eval_model = model.detached()?;
         let trainer = trainer(process, &target, (compute.dtype, steps, seed), &memory_options, cx)?;
         let metrics = StepRecorder::new(&folder.path, None);
         let mut run = Self {
@@ -98,7 +98,7 @@ impl<'a> Run<'a> {
             model_folder,
             tokenizer,
             model,
-            frozen,
+            eval_model,
             target,
             trainer,
             memory_options,
@@ -127,13 +127,13 @@ const CHECK_TIME: Duration = Duration::from_secs(10);
 pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<()> {
     let folder = cx.local_path(&process.model.name_or_path)?;
     if process.model.from_config {
-        DecoderConfig::read_new(&folder)?;
+        CausalLmConfig::read_new(&folder)?;
     } else {
-        let options = DecoderOptions {
+        let options = CausalLmOptions {
             only_shapes: true,
-            ..DecoderOptions::cpu()
+            ..CausalLmOptions::cpu()
         };
-        let Ok(mut model) = Decoder::load(&folder, &options) else {
+        let Ok(mut model) = CausalLm::load(&folder, &options) else {
             return Ok(());
         };
         if let Some(network) = &process.network {
@@ -162,9 +162,9 @@ pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) 
 fn open_tokenizer(
     process: &LmTrainerProcess,
     cx: &mut Context<'_>,
-) -> Result<(PathBuf, DecoderConfig, Option<DocumentTokenizer>)> {
+) -> Result<(PathBuf, CausalLmConfig, Option<DocumentTokenizer>)> {
     let model_folder = cx.local_path(&process.model.name_or_path)?;
-    let config = DecoderConfig::read(&model_folder)?;
+    let config = CausalLmConfig::read(&model_folder)?;
     check_context(process, &config, cx)?;
     let tokenizer = match DocumentTokenizer::exists(&model_folder) {
         true => Some(DocumentTokenizer::open(&model_folder, config.vocab_size)?),
@@ -180,7 +180,7 @@ fn open_tokenizer(
 }
 
 /// Checks that the model has so many positions.
-fn check_context(process: &LmTrainerProcess, config: &DecoderConfig, cx: &mut Context<'_>) -> Result<()> {
+fn check_context(process: &LmTrainerProcess, config: &CausalLmConfig, cx: &mut Context<'_>) -> Result<()> {
     let (context, most) = (process.context as usize, config.max_positions);
     if context <= most {
         return Ok(());

@@ -8,7 +8,7 @@ use super::target::TrainedParameters;
 use crate::data::tokens::DocumentTokenizer;
 use crate::device::Compute;
 use crate::error::Result;
-use crate::models::decoder::Decoder;
+use crate::models::causal_lm::CausalLm;
 use crate::optim::Schedule;
 use crate::training::{Trainer, TrainerOptions, optim_error};
 use aitk_common::job::lm_trainer::LmTrainerProcess;
@@ -26,9 +26,9 @@ pub(super) struct Run<'a> {
     pub(super) model_folder: PathBuf,
     /// `None`: the model's folder has none.
     pub(super) tokenizer: Option<DocumentTokenizer>,
-    pub(super) model: Decoder,
+    pub(super) model: CausalLm,
     /// The model for measuring and completing, where the weights of `model` are tracked.
-    pub(super) frozen: Option<Decoder>,
+    pub(super) eval_model: Option<CausalLm>,
     pub(super) target: TrainedParameters,
     pub(super) trainer: Trainer,
     pub(super) memory_options: MemoryOptions,

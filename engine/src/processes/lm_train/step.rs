@@ -5,18 +5,18 @@ use super::run::Run;
 use super::step_metrics::StepMetrics;
 use crate::data::tokens::TokenBatch;
 use crate::error::Result;
-use crate::models::decoder::{Decoder, TokenMask};
+use crate::models::causal_lm::{AttentionMask, CausalLm};
 use crate::training::token_loss;
 use candle_core::{DType, Tensor};
 use std::time::Instant;
 
 /// `factor` times the sum of the losses of a batch's predicted tokens.
-fn loss_of(model: &Decoder, batch: &TokenBatch, packing: bool, factor: f64) -> Result<Tensor> {
+fn loss_of(model: &CausalLm, batch: &TokenBatch, packing: bool, factor: f64) -> Result<Tensor> {
     let device = model.device();
     let mask = match packing {
-        true => TokenMask::Documents(batch.document_numbers(device)?),
+        true => AttentionMask::Documents(batch.document_numbers(device)?),
         // What fills up rows comes after them, and nothing is predicted from it.
-        false => TokenMask::Causal,
+        false => AttentionMask::Causal,
     };
     let hidden = model.hidden(&batch.ids(device)?, &mask)?;
     let weight = model.output_weight()?;
@@ -69,9 +69,9 @@ impl Run<'_> {
 
     /// The mean loss over the predicted tokens of held-out documents. `None`: it is not finite.
     pub(super) fn validation_loss(&self) -> Result<Option<f64>> {
-        let model = self.frozen.as_ref().unwrap_or(&self.model);
+        let model = self.eval_model.as_ref().unwrap_or(&self.model);
         let (mut sum, mut predicted) = (0f64, 0usize);
-        for rows in self.data.held_out_batches(self.process.train.batch_size as usize) {
+        for rows in self.data.held_out_row_groups(self.process.train.batch_size as usize) {
             let batch = self.data.held_out_batch(&rows)?;
             let factor = 1.0 / batch.targets.len().max(1) as f64;
             let loss = self

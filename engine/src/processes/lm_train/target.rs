@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::super::language_model_part::{PEFT_PREFIX, language_model_part as part};
 use crate::adapters::{AdapterConfig, AdapterHandle, AdapterNetwork, AdapterPass, Dropout, Lora};
 use crate::error::{EngineError, Result};
-use crate::models::decoder::Decoder;
+use crate::models::causal_lm::CausalLm;
 use crate::optim::Param;
 use crate::rng::generator_for;
 use aitk_common::job::lm_trainer::{LmNetworkConfig, LmTrainerProcess};
@@ -45,7 +45,7 @@ impl TrainedParameters {
     /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
     pub(super) fn new(
         process: &LmTrainerProcess,
-        model: &mut Decoder,
+        model: &mut CausalLm,
         seed: u64,
         cx: &mut Context<'_>,
     ) -> Result<Self> {
@@ -80,7 +80,7 @@ impl TrainedParameters {
         Ok(Self::Model(params))
     }
 
-    fn lora(network: &LmNetworkConfig, model: &mut Decoder, seed: u64) -> Result<AdapterNetwork> {
+    fn lora(network: &LmNetworkConfig, model: &mut CausalLm, seed: u64) -> Result<AdapterNetwork> {
         let mut generator = generator_for(seed, "network", 0, 0);
         let config = adapter_config(network);
         AdapterNetwork::attach_as(&Lora, &config, None, &mut [part(model)], &mut generator).map_err(network_error)
@@ -90,7 +90,7 @@ impl TrainedParameters {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub(super) fn check_network(network: &LmNetworkConfig, model: &mut Decoder) -> Result<()> {
+    pub(super) fn check_network(network: &LmNetworkConfig, model: &mut CausalLm) -> Result<()> {
         AdapterNetwork::check(&Lora, &adapter_config(network), None, &mut [part(model)]).map_err(network_error)
     }
 

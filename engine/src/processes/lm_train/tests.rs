@@ -1,7 +1,7 @@
 //! Trainings of tiny models: compared with transformers and peft (`tests/reference/make_lm.py`), interrupted, and with bad input.
 
-use crate::models::decoder::byte_tokenizer::write_tokenizer;
-use crate::models::decoder::formula_weights::{expected as decoders, formula, write_model};
+use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+use crate::models::causal_lm::formula_weights::{expected as decoders, formula, write_model};
 use crate::processes::{EventSink, StopSignal, run};
 use crate::testing::{attempt, fixtures};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
@@ -484,7 +484,7 @@ fn saves_completions_and_held_out_losses_are_written() {
 /// With `AITK_KEEP_SAVES=FOLDER`, `tests/reference/check_lm_saves.py` loads the saves with transformers and peft.
 #[test]
 fn saved_models_and_loras_of_code_models_have_the_logits_of_the_training() {
-    use crate::models::decoder::{Decoder, DecoderOptions, TokenMask};
+    use crate::models::causal_lm::{AttentionMask, CausalLm, CausalLmOptions};
     let keep = std::env::var_os("AITK_KEEP_SAVES").map(PathBuf::from);
     for (name, lora) in [
         ("starcoder2", true),
@@ -512,12 +512,16 @@ fn saved_models_and_loras_of_code_models_have_the_logits_of_the_training() {
         assert!(losses[3] < losses[0], "{losses:?}");
         if !lora {
             let saved = root.join("out/coder/coder");
-            let model = Decoder::load(&saved, &DecoderOptions::cpu()).unwrap();
+            let model = CausalLm::load(&saved, &CausalLmOptions::cpu()).unwrap();
             let ids = Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu).unwrap();
-            let logits = model.logits(&model.hidden(&ids, &TokenMask::Causal).unwrap()).unwrap();
+            let logits = model
+                .logits(&model.hidden(&ids, &AttentionMask::Causal).unwrap())
+                .unwrap();
             assert_eq!(logits.dims(), [1, 4, vocabulary as usize]);
-            let base = Decoder::load(&root.join("model"), &DecoderOptions::cpu()).unwrap();
-            let before = base.logits(&base.hidden(&ids, &TokenMask::Causal).unwrap()).unwrap();
+            let base = CausalLm::load(&root.join("model"), &CausalLmOptions::cpu()).unwrap();
+            let before = base
+                .logits(&base.hidden(&ids, &AttentionMask::Causal).unwrap())
+                .unwrap();
             assert!(crate::testing::gap(&logits, &before) > 0.01);
         }
     }
@@ -631,7 +635,7 @@ fn a_new_model_is_trained_from_its_config_alone() {
         }
         let folder = root.join("out/coder/coder");
         // It is a model like any other.
-        crate::models::decoder::Decoder::load(&folder, &crate::models::decoder::DecoderOptions::cpu()).unwrap();
+        crate::models::causal_lm::CausalLm::load(&folder, &crate::models::causal_lm::CausalLmOptions::cpu()).unwrap();
         saves.push(std::fs::read(folder.join("model.safetensors")).unwrap());
     }
     assert!(saves[0] == saves[1] && saves[0] != saves[2]);

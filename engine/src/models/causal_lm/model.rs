@@ -1,11 +1,11 @@
 //! A decoder: embeddings, blocks, a final norm and the output layer.
 
+use super::attention_mask::AttentionMask;
 use super::block::{Block, Norm};
 use super::cache::KeyValueCache;
-use super::config::{DecoderConfig, PositionKind};
+use super::config::{CausalLmConfig, PositionKind};
 use super::gguf::{GgufModel, model_file};
 use super::layout::{Layout, Positions, check_positions};
-use super::token_mask::TokenMask;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear_with_weight};
@@ -19,7 +19,7 @@ const OUTPUT: &str = "lm_head";
 
 /// Options for loading a decoder.
 #[derive(Clone, Debug)]
-pub struct DecoderOptions {
+pub struct CausalLmOptions {
     /// The device.
     pub device: Device,
     /// The dtype of weights and activations.
@@ -34,7 +34,7 @@ pub struct DecoderOptions {
     pub only_shapes: bool,
 }
 
-impl DecoderOptions {
+impl CausalLmOptions {
     /// Options for f32 on the CPU, without training.
     #[must_use]
     pub fn cpu() -> Self {
@@ -51,8 +51,8 @@ impl DecoderOptions {
 
 /// A decoder-only language model.
 #[derive(Clone, Debug)]
-pub struct Decoder {
-    config: Arc<DecoderConfig>,
+pub struct CausalLm {
+    config: Arc<CausalLmConfig>,
     embedding: Embedding,
     /// Learned positions.
     positions: Option<Embedding>,
@@ -65,12 +65,12 @@ pub struct Decoder {
     pub checkpointing: Checkpointing,
 }
 
-impl Decoder {
+impl CausalLm {
     /// Loads a model from a Hugging Face folder (`config.json` and safetensors files with their index, or a single one), or from a GGUF file.
     ///
     /// # Errors
     /// When the config is not supported, or a tensor is missing or has another shape.
-    pub fn load(folder: &Path, options: &DecoderOptions) -> Result<Self> {
+    pub fn load(folder: &Path, options: &CausalLmOptions) -> Result<Self> {
         let (config, index) = match model_file(folder) {
             Some(file) => {
                 let GgufModel { config, index, .. } = GgufModel::open(&file)?;
@@ -83,7 +83,7 @@ impl Decoder {
                 )));
             }
             None => {
-                let (config, index) = (DecoderConfig::read(folder)?, Index::open(folder)?);
+                let (config, index) = (CausalLmConfig::read(folder)?, Index::open(folder)?);
                 index.check_scales()?;
                 (config, index)
             }
@@ -108,7 +108,7 @@ impl Decoder {
     ///
     /// # Errors
     /// When a tensor is missing or has another shape.
-    pub fn new(weights: &Weights, config: DecoderConfig) -> Result<Self> {
+    pub fn new(weights: &Weights, config: CausalLmConfig) -> Result<Self> {
         let inner = weights.pp(config.family.prefix());
         let [embedding, blocks, norm] = config.family.outer_names();
         // Blocks are loaded one after another, so that a wrong number of them fails at the first missing tensor.
@@ -142,7 +142,7 @@ impl Decoder {
 
     /// What the model consists of.
     #[must_use]
-    pub fn config(&self) -> &DecoderConfig {
+    pub fn config(&self) -> &CausalLmConfig {
         &self.config
     }
 
@@ -162,7 +162,7 @@ impl Decoder {
     ///
     /// # Errors
     /// When an id is not in the vocabulary, the mask does not fit, or the text is longer than a table of learned positions.
-    pub fn hidden(&self, ids: &Tensor, mask: &TokenMask) -> candle_core::Result<Tensor> {
+    pub fn hidden(&self, ids: &Tensor, mask: &AttentionMask) -> candle_core::Result<Tensor> {
         let (b, n) = ids.dims2()?;
         let layout = Layout::new(&self.config, mask, b, n, self.device())?;
         let mut sequence = BlockSequence::new();
@@ -324,7 +324,7 @@ impl Decoder {
     }
 }
 
-impl VisitLayers for Decoder {
+impl VisitLayers for CausalLm {
     /// The linear layers of all blocks by transformers' names (`model.layers.0.self_attn.q_proj`), without the output layer, which peft's
     /// `all-linear` leaves out too.
     fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
@@ -349,12 +349,12 @@ impl VisitLayers for Decoder {
 const POSITIONS: &str = "wpe";
 
 /// The path of a block: `model.layers.0`.
-fn block_path(config: &DecoderConfig, index: usize) -> String {
+fn block_path(config: &CausalLmConfig, index: usize) -> String {
     format!("{}.{}.{index}", config.family.prefix(), config.family.outer_names()[1])
 }
 
 /// The tensors with the prefix of their family: files of the model without its output layer (`AutoModel`) have none.
-fn with_prefix(index: Index, config: &DecoderConfig) -> Index {
+fn with_prefix(index: Index, config: &CausalLmConfig) -> Index {
     let prefix = config.family.prefix();
     let embedding = config.family.outer_names()[0];
     if index.contains(&format!("{prefix}.{embedding}.weight")) || !index.contains(&format!("{embedding}.weight")) {

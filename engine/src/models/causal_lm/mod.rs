@@ -1,8 +1,9 @@
-//! Decoder-only language models from Hugging Face folders and GGUF files: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
+//! CausalLm-only language models from Hugging Face folders and GGUF files: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
 //!
-//! The four families share their blocks (a norm, attention, a norm, a feed-forward network); [`DecoderConfig`] says which form each
+//! The four families share their blocks (a norm, attention, a norm, a feed-forward network); [`CausalLmConfig`] says which form each
 //! part has. Names of tensors are those of transformers, so that a folder can be read and written without renaming.
 
+mod attention_mask;
 mod block;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -22,15 +23,14 @@ mod rope;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
-mod token_mask;
 mod tokenizer;
 mod train_tokenizer;
 
+pub use attention_mask::AttentionMask;
 pub use cache::KeyValueCache;
-pub use config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
+pub use config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
 pub use gguf::GgufExport;
-pub use model::{Decoder, DecoderOptions};
+pub use model::{CausalLm, CausalLmOptions};
 pub use model_path::open_tokenizer;
-pub use token_mask::TokenMask;
 pub use tokenizer::{FillTokens, TextTokenizer};
 pub use train_tokenizer::{END_TOKEN, train_tokenizer};

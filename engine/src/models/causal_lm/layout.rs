@@ -1,7 +1,7 @@
 //! Positions and attention masks of one forward pass, shared by all blocks.
 
-use super::config::{DecoderConfig, PositionKind};
-use super::token_mask::{Reach, Resolved, TokenMask};
+use super::attention_mask::{AttentionMask, Reach, Resolved};
+use super::config::{CausalLmConfig, PositionKind};
 use crate::nn::{Rotary, RotaryPairs};
 use candle_core::{Device, Result, Tensor};
 
@@ -16,7 +16,7 @@ pub(super) struct Positions {
 
 impl Positions {
     /// `positions`: [b * n], or [n] if they are the same in all rows.
-    pub(super) fn new(config: &DecoderConfig, positions: &[u32], n: usize) -> Result<Self> {
+    pub(super) fn new(config: &CausalLmConfig, positions: &[u32], n: usize) -> Result<Self> {
         Ok(Self {
             by_row: positions.len() != n,
             ..Self::by_row(config, positions)?
@@ -24,7 +24,7 @@ impl Positions {
     }
 
     /// Each row has positions of its own: [b * n].
-    pub(super) fn by_row(config: &DecoderConfig, positions: &[u32]) -> Result<Self> {
+    pub(super) fn by_row(config: &CausalLmConfig, positions: &[u32]) -> Result<Self> {
         let rotary = match &config.positions {
             PositionKind::Learned => None,
             PositionKind::Rotary(frequencies) => {
@@ -65,7 +65,13 @@ impl Layout {
     ///
     /// # Errors
     /// When the mask does not fit, or a text is longer than the table of learned positions.
-    pub(super) fn new(config: &DecoderConfig, mask: &TokenMask, b: usize, n: usize, device: &Device) -> Result<Self> {
+    pub(super) fn new(
+        config: &CausalLmConfig,
+        mask: &AttentionMask,
+        b: usize,
+        n: usize,
+        device: &Device,
+    ) -> Result<Self> {
         let Resolved { positions, reach } = mask.resolve(b, n)?;
         check_positions(config, &positions)?;
         let mut biases: Vec<(Option<usize>, Option<Tensor>)> = Vec::new();
@@ -96,7 +102,7 @@ impl Layout {
 }
 
 /// Checks that a table of learned positions has these.
-pub(super) fn check_positions(config: &DecoderConfig, positions: &[u32]) -> Result<()> {
+pub(super) fn check_positions(config: &CausalLmConfig, positions: &[u32]) -> Result<()> {
     let last = positions.iter().copied().max().unwrap_or(0) as usize;
     if config.positions == PositionKind::Learned && last >= config.max_positions {
         candle_core::bail!(

@@ -20,7 +20,7 @@ pub(super) fn metadata(
     folder: &Path,
     tokenizer: &TextTokenizer,
     vocab_size: usize,
-    end_tokens: &[u32],
+    eos_token_ids: &[u32],
 ) -> Result<Vec<(String, GgufValue)>> {
     let path = folder.join("tokenizer.json");
     let json = config::read_json(&path)?;
@@ -50,10 +50,10 @@ pub(super) fn metadata(
         (key("merges"), GgufValue::Texts(merges)),
     ];
     let mut ids = special_ids(folder, tokenizer, vocab_size)?;
-    if let [first, rest @ ..] = end_tokens {
+    if let [first, rest @ ..] = eos_token_ids {
         ids.entry("eos").or_insert(*first);
         // A second token that ends a text, such as the end of a turn.
-        let other = end_tokens.iter().find(|id| Some(*id) != ids.get("eos"));
+        let other = eos_token_ids.iter().find(|id| Some(*id) != ids.get("eos"));
         if let Some(other) = other.filter(|_| !rest.is_empty()).copied() {
             ids.insert("eot", other);
         }

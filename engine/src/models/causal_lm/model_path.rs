@@ -1,6 +1,6 @@
 //! Opens what a path of a language model has, a Hugging Face folder or a GGUF file.
 
-use super::config::DecoderConfig;
+use super::config::CausalLmConfig;
 use super::gguf::{GgufModel, model_file};
 use super::tokenizer::TextTokenizer;
 use crate::error::{EngineError, Result};
@@ -10,7 +10,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// When there is no such model, or it cannot be used; the error says why.
-pub fn open_tokenizer(path: &Path) -> Result<(DecoderConfig, TextTokenizer)> {
+pub fn open_tokenizer(path: &Path) -> Result<(CausalLmConfig, TextTokenizer)> {
     if let Some(file) = model_file(path) {
         let model = GgufModel::open(&file)?;
         let tokenizer = model.tokenizer()?;
@@ -22,7 +22,7 @@ pub fn open_tokenizer(path: &Path) -> Result<(DecoderConfig, TextTokenizer)> {
             path.display()
         )));
     }
-    let config = DecoderConfig::read(path)?;
+    let config = CausalLmConfig::read(path)?;
     let tokenizer = TextTokenizer::open(path, config.vocab_size)?;
     Ok((config, tokenizer))
 }

@@ -1,8 +1,8 @@
 //! Tiny models whose weights are a formula of their names, so that no weights are stored: the same numbers as `formula` of
 //! `tests/reference/formula_weights.py`.
 
-use super::config::DecoderConfig;
-use super::model::Decoder;
+use super::config::CausalLmConfig;
+use super::model::CausalLm;
 use crate::testing::fixtures;
 use crate::weights::{Weights, write_tensors};
 use candle_core::{DType, Device, Tensor};
@@ -62,9 +62,9 @@ fn scale_and_offset(name: &str) -> (f32, f32) {
 
 /// Writes the folder of a model with this `config.json`: its config and its weights.
 pub(crate) fn write_model(folder: &Path, config: &Value) {
-    let parsed = DecoderConfig::from_json(config.clone()).unwrap();
+    let parsed = CausalLmConfig::from_json(config.clone()).unwrap();
     // A random model has the names and shapes.
-    let model = Decoder::new(&Weights::init(0, &Device::Cpu), parsed).unwrap();
+    let model = CausalLm::new(&Weights::init(0, &Device::Cpu), parsed).unwrap();
     let tensors: BTreeMap<String, Tensor> = model
         .tensors()
         .unwrap()

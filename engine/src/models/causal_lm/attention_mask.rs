@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 
 /// Which tokens a token attends to, besides itself. Sliding windows of the model hold in addition.
 #[derive(Clone, Debug, Default)]
-pub enum TokenMask {
+pub enum AttentionMask {
     /// All tokens before it in its row.
     #[default]
     Causal,
@@ -35,7 +35,7 @@ pub(super) struct Resolved {
     pub(super) reach: Reach,
 }
 
-impl TokenMask {
+impl AttentionMask {
     /// The positions and the reach of the tokens of a batch [b, n].
     ///
     /// # Errors

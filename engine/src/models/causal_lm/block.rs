@@ -1,6 +1,6 @@
 //! One block of a decoder: attention and a feed-forward network, each after a norm and added to its input.
 
-use super::config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind};
+use super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind};
 use super::layout::Positions;
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, LayerMut, LayerNorm, Linear, RmsNorm, join};
@@ -15,7 +15,7 @@ pub(super) enum Norm {
 }
 
 impl Norm {
-    pub(super) fn new(weights: &Weights, config: &DecoderConfig) -> Result<Self> {
+    pub(super) fn new(weights: &Weights, config: &CausalLmConfig) -> Result<Self> {
         Ok(match config.norm {
             NormKind::Layer => Self::Layer(LayerNorm::new(weights, config.width, config.norm_eps)?),
             NormKind::Rms => Self::Rms(RmsNorm::new(weights, config.width, config.norm_eps)?),
@@ -69,13 +69,13 @@ struct Names {
     output: &'static str,
 }
 
-fn names(family: DecoderFamily) -> Names {
+fn names(family: CausalLmFamily) -> Names {
     match family {
-        DecoderFamily::GptBigCode => Names {
+        CausalLmFamily::GptBigCode => Names {
             norms: ["ln_1", "ln_2"],
             output: "attn.c_proj",
         },
-        DecoderFamily::StarCoder2 | DecoderFamily::Qwen2 | DecoderFamily::Llama => Names {
+        CausalLmFamily::StarCoder2 | CausalLmFamily::Qwen2 | CausalLmFamily::Llama => Names {
             norms: ["input_layernorm", "post_attention_layernorm"],
             output: "self_attn.o_proj",
         },
@@ -88,7 +88,7 @@ const FUSED: &str = "attn.c_attn";
 /// One block.
 #[derive(Clone, Debug)]
 pub(super) struct Block {
-    family: DecoderFamily,
+    family: CausalLmFamily,
     norms: [Norm; 2],
     projections: Projections,
     output: Linear,
@@ -104,13 +104,13 @@ pub(super) struct Block {
 
 impl Block {
     /// Loads block `index`; `weights` is at its path.
-    pub(super) fn new(weights: &Weights, config: &DecoderConfig, index: usize) -> Result<Self> {
+    pub(super) fn new(weights: &Weights, config: &CausalLmConfig, index: usize) -> Result<Self> {
         let names = names(config.family);
         let (width, inner) = (config.width, config.inner_width);
         let (queries, keys) = (config.heads * config.head_width, config.kv_width());
         let layer = |name: &str, inputs, outputs, bias| Linear::new(&path(weights, name), inputs, outputs, bias);
         let projections = match config.family {
-            DecoderFamily::GptBigCode => Projections::Fused(layer(FUSED, width, queries + 2 * keys, config.qkv_bias)?),
+            CausalLmFamily::GptBigCode => Projections::Fused(layer(FUSED, width, queries + 2 * keys, config.qkv_bias)?),
             _ => {
                 let [q, k, v] = PROJECTIONS;
                 Projections::Separate([

@@ -1,7 +1,7 @@
 //! The metadata and the tensors of a decoder's GGUF file.
 
-use super::super::config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
-use super::super::model::Decoder;
+use super::super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
+use super::super::model::CausalLm;
 use super::super::rope::plain_frequencies;
 use super::super::tokenizer::TextTokenizer;
 use super::architecture::{ROPE_FACTORS, architecture, names, row_order};
@@ -41,7 +41,7 @@ impl GgufExport {
     ///
     /// # Errors
     /// When llama.cpp cannot compute the model, or its tokenizer; the error says why.
-    pub fn new(model: &Decoder, folder: &Path, name: &str, dtype: LmExportType) -> Result<Self> {
+    pub fn new(model: &CausalLm, folder: &Path, name: &str, dtype: LmExportType) -> Result<Self> {
         let config = model.config();
         let path = folder.join("config.json");
         let json = config::read_json(&path)?;
@@ -54,7 +54,7 @@ impl GgufExport {
             notes: Vec::new(),
         };
         export.set_metadata(config, name, dtype, &rope);
-        for (key, value) in tokenizer_export::metadata(folder, &tokenizer, config.vocab_size, &config.end_tokens)? {
+        for (key, value) in tokenizer_export::metadata(folder, &tokenizer, config.vocab_size, &config.eos_token_ids)? {
             export.layout.set(key, value);
         }
         export.add_tensors(model, dtype, rope.factors)?;
@@ -110,7 +110,7 @@ impl GgufExport {
         })
     }
 
-    fn set_metadata(&mut self, config: &DecoderConfig, name: &str, dtype: LmExportType, rope: &Rope) {
+    fn set_metadata(&mut self, config: &CausalLmConfig, name: &str, dtype: LmExportType, rope: &Rope) {
         let arch = architecture(config.family);
         let mut set = |key: &str, value: GgufValue| self.layout.set(key, value);
         set("general.architecture", GgufValue::Text(arch.into()));
@@ -154,7 +154,7 @@ impl GgufExport {
         }
     }
 
-    fn add_tensors(&mut self, model: &Decoder, dtype: LmExportType, factors: Option<Vec<f32>>) -> Result<()> {
+    fn add_tensors(&mut self, model: &CausalLm, dtype: LmExportType, factors: Option<Vec<f32>>) -> Result<()> {
         let config = model.config();
         let names = names(config.family);
         if let Some(factors) = factors {
@@ -171,7 +171,7 @@ impl GgufExport {
             self.sources.insert(name, TensorSource::Model(source, order));
         }
         // llama.cpp requires them of StarCoder2.
-        if config.family == DecoderFamily::StarCoder2 && !config.attention_output_bias {
+        if config.family == CausalLmFamily::StarCoder2 && !config.attention_output_bias {
             for layer in 0..config.layers {
                 for (name, count) in [
                     ("attn_output", config.width),
@@ -216,7 +216,7 @@ fn type_name(dtype: GgmlDType) -> &'static str {
 /// `q4_k` has 6 bits (`q6_k`) for the table of embeddings, the output layer, and, in the first and last eighth of the blocks and every third one
 /// between them, for the values and the second layer of the feed-forward network: the mixture that llama.cpp calls `Q4_K_M`. Rows that are no
 /// multiple of 256 have 8 bits; rows that are no multiple of 32, 16.
-fn tensor_type(dtype: LmExportType, name: &str, shape: &[usize], config: &DecoderConfig) -> GgmlDType {
+fn tensor_type(dtype: LmExportType, name: &str, shape: &[usize], config: &CausalLmConfig) -> GgmlDType {
     let [_, row] = shape else {
         return GgmlDType::F32;
     };
@@ -251,7 +251,7 @@ fn needs_more_bits(name: &str, layers: usize) -> bool {
 }
 
 /// Checks that llama.cpp computes what the model does.
-fn check_support(config: &DecoderConfig) -> std::result::Result<(), String> {
+fn check_support(config: &CausalLmConfig) -> std::result::Result<(), String> {
     let expected = match config.feed_forward {
         FeedForwardKind::Plain => Activation::GeluTanh,
         FeedForwardKind::Gated => Activation::Silu,
@@ -292,7 +292,7 @@ struct Rope {
 }
 
 impl Rope {
-    fn new(config: &DecoderConfig, json: &Value) -> std::result::Result<Self, String> {
+    fn new(config: &CausalLmConfig, json: &Value) -> std::result::Result<Self, String> {
         let PositionKind::Rotary(frequencies) = &config.positions else {
             return Ok(Self::default());
         };
@@ -310,7 +310,7 @@ impl Rope {
         match kind.unwrap_or("default") {
             "default" => {}
             "linear" => rope.linear = section.get("factor").and_then(Value::as_f64),
-            other if config.family != DecoderFamily::Llama => {
+            other if config.family != CausalLmFamily::Llama => {
                 return Err(format!(
                     "llama.cpp has no rotary embedding `{other}` for this family: the model cannot be exported as GGUF, only as `format: hf`"
                 ));

@@ -2,7 +2,7 @@
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TokenChoice {
+pub struct SamplingParams {
     /// 0: the most probable token. Else logits are divided by it, and a token is drawn.
     pub temperature: f64,
     /// The most probable tokens that are drawn from; 0: all.
@@ -15,7 +15,7 @@ pub struct TokenChoice {
     pub repetition_penalty: f64,
 }
 
-impl Default for TokenChoice {
+impl Default for SamplingParams {
     fn default() -> Self {
         Self {
             temperature: 0.0,
@@ -27,7 +27,7 @@ impl Default for TokenChoice {
     }
 }
 
-impl TokenChoice {
+impl SamplingParams {
     /// Whether tokens are drawn.
     #[must_use]
     pub fn draws(&self) -> bool {
@@ -160,12 +160,12 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::models::decoder::formula_weights::expected;
+    use crate::models::causal_lm::formula_weights::expected;
     use serde_json::Value;
 
-    fn choice(options: &Value) -> TokenChoice {
+    fn choice(options: &Value) -> SamplingParams {
         let number = |key: &str, default: f64| options.get(key).and_then(Value::as_f64).unwrap_or(default);
-        TokenChoice {
+        SamplingParams {
             temperature: number("temperature", 1.0),
             top_k: number("top_k", 0.0) as usize,
             top_p: number("top_p", 1.0),
@@ -196,9 +196,9 @@ mod tests {
 
     #[test]
     fn tokens_are_drawn_by_their_probabilities() {
-        let choice = TokenChoice {
+        let choice = SamplingParams {
             temperature: 1.0,
-            ..TokenChoice::default()
+            ..SamplingParams::default()
         };
         let scores: Vec<f32> = [0.5f32, 0.0, 0.3, 0.2].iter().map(|p| p.ln()).collect();
         for (draw, expected) in [(0.0, 0), (0.49, 0), (0.51, 2), (0.79, 2), (0.81, 3), (0.999_999, 3)] {
@@ -212,8 +212,8 @@ mod tests {
 
     #[test]
     fn logits_that_are_no_numbers_give_no_token() {
-        let greedy = TokenChoice::default();
-        let drawn = TokenChoice {
+        let greedy = SamplingParams::default();
+        let drawn = SamplingParams {
             temperature: 0.7,
             ..greedy
         };

@@ -1,7 +1,7 @@
 //! New models: the weights of a decoder drawn as transformers draws them (`PreTrainedModel._init_weights` of transformers 5.23).
 
-use super::config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
-use super::model::{Decoder, DecoderOptions};
+use super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
+use super::model::{CausalLm, CausalLmOptions};
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Init, Weights};
@@ -19,11 +19,11 @@ struct InitializerJson {
 }
 
 /// The standard deviation of new weights of a model folder: `initializer_range`, or that of transformers' class.
-fn standard_deviation(folder: &Path, family: DecoderFamily) -> Result<f64> {
+fn standard_deviation(folder: &Path, family: CausalLmFamily) -> Result<f64> {
     let path = folder.join("config.json");
     let json: InitializerJson = config::read(&path)?;
     let default = match family {
-        DecoderFamily::StarCoder2 => 0.018_042,
+        CausalLmFamily::StarCoder2 => 0.018_042,
         _ => 0.02,
     };
     match json.initializer_range {
@@ -40,7 +40,7 @@ fn standard_deviation(folder: &Path, family: DecoderFamily) -> Result<f64> {
 
 /// The distribution of a tensor: normal for weights, 1 for norms and 0 for biases. In GPTBigCode, the layers that add to the sum of the blocks
 /// have a smaller deviation.
-fn init_of(name: &str, family: DecoderFamily, layers: usize, deviation: f64) -> Init {
+fn init_of(name: &str, family: CausalLmFamily, layers: usize, deviation: f64) -> Init {
     if name.ends_with(".bias") {
         return Init::Zeros;
     }
@@ -50,13 +50,13 @@ fn init_of(name: &str, family: DecoderFamily, layers: usize, deviation: f64) -> 
     if is_norm {
         return Init::Ones;
     }
-    if family == DecoderFamily::GptBigCode && name.ends_with(".c_proj.weight") {
+    if family == CausalLmFamily::GptBigCode && name.ends_with(".c_proj.weight") {
         return Init::Normal(deviation / (2.0 * layers.max(1) as f64).sqrt());
     }
     Init::Normal(deviation)
 }
 
-impl DecoderConfig {
+impl CausalLmConfig {
     /// How many numbers a model of this config has.
     #[must_use]
     pub fn parameter_count(&self) -> u128 {
@@ -114,14 +114,14 @@ impl DecoderConfig {
     }
 }
 
-impl Decoder {
+impl CausalLm {
     /// A new model with the sizes of `config.json` in a folder, all of whose weights are trained. They depend only on the seed and the names of
     /// the tensors.
     ///
     /// # Errors
-    /// As [`DecoderConfig::read_new`].
-    pub fn from_config(folder: &Path, options: &DecoderOptions, seed: u64) -> Result<Self> {
-        let config = DecoderConfig::read_new(folder)?;
+    /// As [`CausalLmConfig::read_new`].
+    pub fn from_config(folder: &Path, options: &CausalLmOptions, seed: u64) -> Result<Self> {
+        let config = CausalLmConfig::read_new(folder)?;
         let (family, layers) = (config.family, config.layers);
         let deviation = standard_deviation(folder, family)?;
         let weights = Weights::init_by_name(seed, options.dtype, &options.device, move |name| {
@@ -135,7 +135,7 @@ impl Decoder {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::models::decoder::formula_weights::expected;
+    use crate::models::causal_lm::formula_weights::expected;
     use candle_core::DType;
     use serde_json::{Value, json};
 
@@ -161,7 +161,7 @@ mod tests {
             "initializer_range": 0.05
         });
         let folder = folder(&config);
-        let model = |seed| Decoder::from_config(folder.path(), &DecoderOptions::cpu(), seed).unwrap();
+        let model = |seed| CausalLm::from_config(folder.path(), &CausalLmOptions::cpu(), seed).unwrap();
         let tensors = |seed| -> Vec<(String, Vec<f32>)> {
             let tensors = model(seed).tensors().unwrap().into_iter();
             let numbers = tensors.map(|(name, weight)| {
@@ -191,7 +191,7 @@ mod tests {
         let configs = expected();
         for (name, model) in configs["models"].as_object().unwrap() {
             let folder = folder(&model["config"]);
-            let model = Decoder::from_config(folder.path(), &DecoderOptions::cpu(), 0).unwrap();
+            let model = CausalLm::from_config(folder.path(), &CausalLmOptions::cpu(), 0).unwrap();
             let tensors = model.tensors().unwrap();
             let count: usize = tensors
                 .iter()
@@ -201,7 +201,7 @@ mod tests {
         }
         let refused = |config: Value| {
             let folder = folder(&config);
-            let refused = Decoder::from_config(folder.path(), &DecoderOptions::cpu(), 0);
+            let refused = CausalLm::from_config(folder.path(), &CausalLmOptions::cpu(), 0);
             refused.unwrap_err().to_string()
         };
         let large = json!({"model_type": "llama", "vocab_size": 16_000_000, "hidden_size": 16_000_000, "num_attention_heads": 4});

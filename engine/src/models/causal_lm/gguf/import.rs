@@ -1,6 +1,6 @@
 //! Opens a decoder in a GGUF file: its config, its tensors under transformers' names, and its tokenizer.
 
-use super::super::config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
+use super::super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
 use super::super::config_json::{MAX_LAYERS, MAX_SIZE, check_sizes};
 use super::super::rope::plain_frequencies;
 use super::super::tokenizer::TextTokenizer;
@@ -18,7 +18,7 @@ pub(in super::super) struct GgufModel {
     path: PathBuf,
     metadata: Metadata,
     /// Its config.
-    pub(in super::super) config: DecoderConfig,
+    pub(in super::super) config: CausalLmConfig,
     /// Its tensors under transformers' names.
     pub(in super::super) index: Index,
 }
@@ -95,7 +95,7 @@ impl GgufModel {
 }
 
 /// The tensors under transformers' names and in the order of its rows.
-fn with_transformers_names(index: Index, config: &DecoderConfig) -> std::result::Result<Index, String> {
+fn with_transformers_names(index: Index, config: &CausalLmConfig) -> std::result::Result<Index, String> {
     let names = names(config.family);
     let name_of = |name: &str| names.renamed(name);
     let unknown = index
@@ -122,14 +122,18 @@ fn with_transformers_names(index: Index, config: &DecoderConfig) -> std::result:
 }
 
 /// The config of a file. `factors`: what the frequencies are divided by.
-fn config(metadata: &Metadata, index: &Index, factors: Option<Vec<f32>>) -> std::result::Result<DecoderConfig, String> {
+fn config(
+    metadata: &Metadata,
+    index: &Index,
+    factors: Option<Vec<f32>>,
+) -> std::result::Result<CausalLmConfig, String> {
     let known = || {
-        DecoderFamily::ALL
+        CausalLmFamily::ALL
             .map(|family| format!("`{}`", architecture(family)))
             .join(", ")
     };
     let found = metadata.text("general.architecture").unwrap_or_default();
-    let family = DecoderFamily::ALL
+    let family = CausalLmFamily::ALL
         .into_iter()
         .find(|family| architecture(*family) == found);
     let family = family.ok_or_else(|| {
@@ -164,26 +168,26 @@ fn config(metadata: &Metadata, index: &Index, factors: Option<Vec<f32>>) -> std:
     }
     let head_width = optional("attention.key_length").unwrap_or(width / heads);
     let positions = match family {
-        DecoderFamily::GptBigCode => PositionKind::Learned,
+        CausalLmFamily::GptBigCode => PositionKind::Learned,
         _ => PositionKind::Rotary(frequencies(metadata, found, head_width, factors)?),
     };
     let max_positions = match positions {
         PositionKind::Learned => shape("position_embd.weight")?.first().copied().unwrap_or(0),
         PositionKind::Rotary(_) => number("context_length")?,
     };
-    let is_plain = matches!(family, DecoderFamily::GptBigCode | DecoderFamily::StarCoder2);
+    let is_plain = matches!(family, CausalLmFamily::GptBigCode | CausalLmFamily::StarCoder2);
     let epsilon = match is_plain {
         true => "attention.layer_norm_epsilon",
         false => "attention.layer_norm_rms_epsilon",
     };
     let has_bias = |layer: &str| index.contains(&format!("blk.0.{layer}.bias"));
     let ends = ["eos", "eot"].map(|name| metadata.number(&format!("tokenizer.ggml.{name}_token_id")));
-    let mut end_tokens: Vec<u32> = ends
+    let mut eos_token_ids: Vec<u32> = ends
         .into_iter()
         .flatten()
         .filter_map(|id| u32::try_from(id).ok())
         .collect();
-    let config = DecoderConfig {
+    let config = CausalLmConfig {
         family,
         vocab_size: shape("token_embd.weight")?.first().copied().unwrap_or(0),
         width,
@@ -214,11 +218,14 @@ fn config(metadata: &Metadata, index: &Index, factors: Option<Vec<f32>>) -> std:
         scales_scores: true,
         windows: windows(metadata, found, layers),
         ties_embeddings: !index.contains("output.weight"),
-        end_tokens: Vec::new(),
+        eos_token_ids: Vec::new(),
     };
     check_sizes(&config)?;
-    end_tokens.retain(|id| (*id as usize) < config.vocab_size);
-    Ok(DecoderConfig { end_tokens, ..config })
+    eos_token_ids.retain(|id| (*id as usize) < config.vocab_size);
+    Ok(CausalLmConfig {
+        eos_token_ids,
+        ..config
+    })
 }
 
 /// The angle per position of each pair of features of a head.

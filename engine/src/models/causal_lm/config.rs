@@ -4,7 +4,7 @@ use crate::nn::Activation;
 
 /// A family of decoders, by transformers' `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DecoderFamily {
+pub enum CausalLmFamily {
     /// `gpt_bigcode`: StarCoder, SantaCoder.
     GptBigCode,
     /// `starcoder2`.
@@ -15,7 +15,7 @@ pub enum DecoderFamily {
     Llama,
 }
 
-impl DecoderFamily {
+impl CausalLmFamily {
     /// Every family.
     pub const ALL: [Self; 4] = [Self::GptBigCode, Self::StarCoder2, Self::Qwen2, Self::Llama];
 
@@ -77,9 +77,9 @@ pub enum PositionKind {
 
 /// What a decoder consists of.
 #[derive(Clone, Debug, PartialEq)]
-pub struct DecoderConfig {
+pub struct CausalLmConfig {
     /// The family.
-    pub family: DecoderFamily,
+    pub family: CausalLmFamily,
     /// The number of token ids.
     pub vocab_size: usize,
     /// Features per token.
@@ -119,10 +119,10 @@ pub struct DecoderConfig {
     /// Whether the output layer is the table of embeddings.
     pub ties_embeddings: bool,
     /// The token ids that end a text.
-    pub end_tokens: Vec<u32>,
+    pub eos_token_ids: Vec<u32>,
 }
 
-impl DecoderConfig {
+impl CausalLmConfig {
     /// The features of keys, and of values, of a token.
     #[must_use]
     pub fn kv_width(&self) -> usize {

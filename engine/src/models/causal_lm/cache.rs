@@ -1,6 +1,6 @@
 //! The keys and values of a text's tokens, so that each new token is computed once.
 
-use super::config::DecoderConfig;
+use super::config::CausalLmConfig;
 use crate::nn::Attention;
 use candle_core::{Device, Result, Tensor};
 
@@ -29,7 +29,7 @@ struct LayerCache {
 impl KeyValueCache {
     /// An empty cache for a model.
     #[must_use]
-    pub fn new(config: &DecoderConfig) -> Self {
+    pub fn new(config: &CausalLmConfig) -> Self {
         let layer = |window: &Option<usize>| LayerCache {
             window: *window,
             buffers: None,

@@ -1,6 +1,6 @@
 //! llama.cpp's names of the families, and the names and the orders of rows of their tensors.
 
-use super::super::config::{DecoderConfig, DecoderFamily};
+use super::super::config::{CausalLmConfig, CausalLmFamily};
 use crate::models::gguf_names::GgufNames;
 use crate::weights::RowOrder;
 
@@ -70,21 +70,21 @@ const STARCODER: GgufNames = GgufNames {
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// `general.architecture` of a family.
-pub(super) fn architecture(family: DecoderFamily) -> &'static str {
+pub(super) fn architecture(family: CausalLmFamily) -> &'static str {
     match family {
-        DecoderFamily::GptBigCode => "starcoder",
-        DecoderFamily::StarCoder2 => "starcoder2",
-        DecoderFamily::Qwen2 => "qwen2",
-        DecoderFamily::Llama => "llama",
+        CausalLmFamily::GptBigCode => "starcoder",
+        CausalLmFamily::StarCoder2 => "starcoder2",
+        CausalLmFamily::Qwen2 => "qwen2",
+        CausalLmFamily::Llama => "llama",
     }
 }
 
 /// The names of a family's tensors.
-pub(super) fn names(family: DecoderFamily) -> &'static GgufNames {
+pub(super) fn names(family: CausalLmFamily) -> &'static GgufNames {
     match family {
-        DecoderFamily::GptBigCode => &STARCODER,
-        DecoderFamily::StarCoder2 => &STARCODER2,
-        DecoderFamily::Qwen2 | DecoderFamily::Llama => &LLAMA,
+        CausalLmFamily::GptBigCode => &STARCODER,
+        CausalLmFamily::StarCoder2 => &STARCODER2,
+        CausalLmFamily::Qwen2 | CausalLmFamily::Llama => &LLAMA,
     }
 }
 
@@ -92,7 +92,7 @@ pub(super) fn names(family: DecoderFamily) -> &'static GgufNames {
 ///
 /// llama.cpp rotates neighbouring features of a head of Llama, and transformers those of its two halves. It has queries, keys and values of
 /// StarCoder one after the other, and transformers, without multi-query attention, head by head.
-pub(super) fn row_order(config: &DecoderConfig, name: &str) -> Option<RowOrder> {
+pub(super) fn row_order(config: &CausalLmConfig, name: &str) -> Option<RowOrder> {
     let is_of = |layer: &str| name.rsplit_once('.').is_some_and(|(path, _)| path.ends_with(layer));
     let halves = |heads: usize| {
         Some(RowOrder {
@@ -103,9 +103,9 @@ pub(super) fn row_order(config: &DecoderConfig, name: &str) -> Option<RowOrder> 
         })
     };
     match config.family {
-        DecoderFamily::Llama if is_of("self_attn.q_proj") => halves(config.heads),
-        DecoderFamily::Llama if is_of("self_attn.k_proj") => halves(config.kv_heads),
-        DecoderFamily::GptBigCode if is_of("attn.c_attn") && config.kv_heads > 1 => Some(RowOrder {
+        CausalLmFamily::Llama if is_of("self_attn.q_proj") => halves(config.heads),
+        CausalLmFamily::Llama if is_of("self_attn.k_proj") => halves(config.kv_heads),
+        CausalLmFamily::GptBigCode if is_of("attn.c_attn") && config.kv_heads > 1 => Some(RowOrder {
             outer: 1,
             first: 3,
             second: config.heads,

@@ -1,7 +1,7 @@
 //! Compares logits with transformers (`tests/reference/make_decoder.py`): two tiny models of each family.
 
 use super::formula_weights::{expected, formula, write_model};
-use super::{Decoder, DecoderConfig, DecoderOptions, KeyValueCache, TokenMask};
+use super::{AttentionMask, CausalLm, CausalLmConfig, CausalLmOptions, KeyValueCache};
 use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
 use crate::nn::VisitLayers;
@@ -37,12 +37,12 @@ impl Case {
         Self { name, folder, value }
     }
 
-    fn load(&self, dtype: DType) -> Decoder {
-        let options = DecoderOptions {
+    fn load(&self, dtype: DType) -> CausalLm {
+        let options = CausalLmOptions {
             dtype,
-            ..DecoderOptions::cpu()
+            ..CausalLmOptions::cpu()
         };
-        Decoder::load(self.folder.path(), &options).unwrap()
+        CausalLm::load(self.folder.path(), &options).unwrap()
     }
 
     /// Two texts, [2, 11].
@@ -78,7 +78,7 @@ impl Case {
     }
 }
 
-fn logits(model: &Decoder, ids: &Tensor, mask: &TokenMask) -> Tensor {
+fn logits(model: &CausalLm, ids: &Tensor, mask: &AttentionMask) -> Tensor {
     model.logits(&model.hidden(ids, mask).unwrap()).unwrap()
 }
 
@@ -100,14 +100,14 @@ fn logits_are_those_of_transformers() {
     for case in Case::all() {
         let model = case.load(DType::F32);
         let ids = case.ids();
-        let alone = logits(&model, &ids, &TokenMask::Causal);
+        let alone = logits(&model, &ids, &AttentionMask::Causal);
         let error = case.error(&case.sums(&alone), "alone");
         assert!(error < 1e-4, "{}: {error}", case.name);
         let last = alone.narrow(0, 0, 1).unwrap().narrow(1, 10, 1).unwrap();
         let error = case.error(&last.flatten_all().unwrap(), "last");
         assert!(error < 1e-4, "{}, all logits of a token: {error}", case.name);
 
-        let padded = logits(&model, &ids, &TokenMask::Padded(left_mask()));
+        let padded = logits(&model, &ids, &AttentionMask::Padded(left_mask()));
         let own = padded.narrow(0, 1, 1).unwrap().narrow(1, 5, 6).unwrap();
         let error = case.error(&case.sums(&own), "padded");
         assert!(error < 1e-4, "{}, padded: {error}", case.name);
@@ -115,7 +115,7 @@ fn logits_are_those_of_transformers() {
         let error = gap(&padded.narrow(0, 0, 1).unwrap(), &alone.narrow(0, 0, 1).unwrap());
         assert!(error < 1e-4, "{}, beside a padded one: {error}", case.name);
 
-        let packed = logits(&model, &ids, &TokenMask::Documents(documents()));
+        let packed = logits(&model, &ids, &AttentionMask::Documents(documents()));
         let error = case.error(&case.sums(&packed), "documents");
         assert!(error < 1e-4, "{}, packed: {error}", case.name);
     }
@@ -127,11 +127,13 @@ fn padding_at_the_end_changes_nothing() {
     let model = case.load(DType::F32);
     let ids = case.ids();
     let mask = Tensor::new(&[[1u32; 11], [1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0]], &Device::Cpu).unwrap();
-    let padded = logits(&model, &ids, &TokenMask::Padded(mask)).narrow(1, 0, 6).unwrap();
+    let padded = logits(&model, &ids, &AttentionMask::Padded(mask))
+        .narrow(1, 0, 6)
+        .unwrap();
     let alone = logits(
         &model,
         &ids.narrow(1, 0, 6).unwrap().contiguous().unwrap(),
-        &TokenMask::Causal,
+        &AttentionMask::Causal,
     );
     assert!(gap(&padded, &alone) < 1e-5);
 }
@@ -153,7 +155,11 @@ fn a_cache_in_steps_gives_the_whole() {
             }
             assert_eq!(cache.len(), 11);
             assert!(cache.bytes() > 0 && !cache.is_empty());
-            let whole = model.hidden(&ids, &TokenMask::Causal).unwrap().narrow(0, 0, 1).unwrap();
+            let whole = model
+                .hidden(&ids, &AttentionMask::Causal)
+                .unwrap()
+                .narrow(0, 0, 1)
+                .unwrap();
             let error = gap(&Tensor::cat(&states, 1).unwrap(), &whole) / largest(&whole);
             assert!(error < 1e-5, "{}: {error}", case.name);
         }
@@ -217,7 +223,7 @@ fn half_precision_is_within_its_arithmetic() {
         for (dtype, tolerance) in [(DType::BF16, 0.12), (DType::F16, 0.02)] {
             let model = case.load(dtype);
             assert_eq!(model.dtype(), dtype);
-            let found = logits(&model, &case.ids(), &TokenMask::Causal);
+            let found = logits(&model, &case.ids(), &AttentionMask::Causal);
             assert_eq!(found.dtype(), dtype);
             let error = case.error(&case.sums(&found), "alone");
             assert!(error > 1e-6 && error < tolerance, "{}, {dtype:?}: {error}", case.name);
@@ -229,13 +235,13 @@ fn half_precision_is_within_its_arithmetic() {
 fn gradients_reach_every_tensor_with_and_without_checkpointing() {
     for case in Case::all() {
         let run = |checkpointing: Checkpointing| {
-            let options = DecoderOptions {
+            let options = CausalLmOptions {
                 trained: TrainableFilter::everything(),
-                ..DecoderOptions::cpu()
+                ..CausalLmOptions::cpu()
             };
-            let mut model = Decoder::load(case.folder.path(), &options).unwrap();
+            let mut model = CausalLm::load(case.folder.path(), &options).unwrap();
             model.checkpointing = checkpointing;
-            let mask = TokenMask::Documents(documents());
+            let mask = AttentionMask::Documents(documents());
             let (_, found) = gradients(|| model.logits(&model.hidden(&case.ids(), &mask)?)?.sqr()?.mean_all()).unwrap();
             let vars = model.trained_variables();
             let names: BTreeSet<String> = vars.iter().map(|(name, _)| name.clone()).collect();
@@ -263,12 +269,12 @@ fn gradients_reach_every_tensor_with_and_without_checkpointing() {
 #[test]
 fn gradients_are_the_slopes_of_the_loss() {
     let case = Case::named("qwen2_windows");
-    let options = DecoderOptions {
+    let options = CausalLmOptions {
         trained: TrainableFilter::everything(),
-        ..DecoderOptions::cpu()
+        ..CausalLmOptions::cpu()
     };
-    let model = Decoder::load(case.folder.path(), &options).unwrap();
-    let mask = TokenMask::Padded(left_mask());
+    let model = CausalLm::load(case.folder.path(), &options).unwrap();
+    let mask = AttentionMask::Padded(left_mask());
     let loss = || {
         model
             .logits(&model.hidden(&case.ids(), &mask)?)?
@@ -301,7 +307,7 @@ fn gradients_are_the_slopes_of_the_loss() {
 #[test]
 fn layers_have_the_names_of_transformers_and_saved_tensors_load_again() {
     let mut names = Vec::new();
-    let mut visit = |model: &mut Decoder| {
+    let mut visit = |model: &mut CausalLm| {
         names.clear();
         model
             .visit_layers(&mut |name, _| {
@@ -349,9 +355,9 @@ fn files_without_the_prefix_are_read() {
     let tensors = tensors
         .into_iter()
         .map(|(name, tensor)| (name.replacen("model.", "", 1), tensor));
-    let expected = logits(&case.load(DType::F32), &case.ids(), &TokenMask::Causal);
+    let expected = logits(&case.load(DType::F32), &case.ids(), &AttentionMask::Causal);
     candle_core::safetensors::save(&tensors.collect(), &path).unwrap();
-    let found = logits(&case.load(DType::F32), &case.ids(), &TokenMask::Causal);
+    let found = logits(&case.load(DType::F32), &case.ids(), &AttentionMask::Causal);
     assert_eq!(gap(&found, &expected), 0.0);
 }
 
@@ -359,31 +365,31 @@ fn files_without_the_prefix_are_read() {
 fn streamed_and_quantised_weights_are_near_the_plain_ones() {
     for name in ["starcoder", "qwen2_windows"] {
         let case = Case::named(name);
-        let expected = logits(&case.load(DType::F32), &case.ids(), &TokenMask::Causal);
-        let found = |options: &DecoderOptions| {
-            let model = Decoder::load(case.folder.path(), options).unwrap();
-            logits(&model, &case.ids(), &TokenMask::Causal)
+        let expected = logits(&case.load(DType::F32), &case.ids(), &AttentionMask::Causal);
+        let found = |options: &CausalLmOptions| {
+            let model = CausalLm::load(case.folder.path(), options).unwrap();
+            logits(&model, &case.ids(), &AttentionMask::Causal)
         };
-        let streamed = DecoderOptions {
+        let streamed = CausalLmOptions {
             streamed: 1.0,
-            ..DecoderOptions::cpu()
+            ..CausalLmOptions::cpu()
         };
         assert_eq!(gap(&found(&streamed), &expected), 0.0, "{name}");
-        let quantised = DecoderOptions {
+        let quantised = CausalLmOptions {
             quantization: Some(QuantizationConfig {
                 qtype: QType::Int8,
                 exclude: Vec::new(),
                 adapted: None,
             }),
-            ..DecoderOptions::cpu()
+            ..CausalLmOptions::cpu()
         };
         let error = gap(&found(&quantised), &expected) / largest(&expected);
         assert!(error > 1e-5 && error < 0.1, "{name}: {error}");
-        let shapes = DecoderOptions {
+        let shapes = CausalLmOptions {
             only_shapes: true,
-            ..DecoderOptions::cpu()
+            ..CausalLmOptions::cpu()
         };
-        assert!(Decoder::load(case.folder.path(), &shapes).is_ok());
+        assert!(CausalLm::load(case.folder.path(), &shapes).is_ok());
     }
 }
 
@@ -394,7 +400,7 @@ fn configs_that_are_not_supported_are_refused_by_name() {
         for (key, value) in changes.as_object().unwrap() {
             config[key] = value.clone();
         }
-        DecoderConfig::from_json(config).unwrap_err()
+        CausalLmConfig::from_json(config).unwrap_err()
     };
     for (model, changes, expected) in [
         ("llama", json!({"model_type": "gemma"}), "model_type: gemma"),
@@ -435,14 +441,18 @@ fn null_is_not_the_default_of_a_missing_key() {
         let map = config.as_object_mut().unwrap();
         map.remove(key);
         map.extend(value.map(|value| (key.to_owned(), value)));
-        DecoderConfig::from_json(config).unwrap()
+        CausalLmConfig::from_json(config).unwrap()
     };
-    assert_eq!(read("llama", "eos_token_id", None).end_tokens, [2]);
+    assert_eq!(read("llama", "eos_token_id", None).eos_token_ids, [2]);
     assert_eq!(
-        read("llama", "eos_token_id", Some(json!([5, 7, 1000]))).end_tokens,
+        read("llama", "eos_token_id", Some(json!([5, 7, 1000]))).eos_token_ids,
         [5, 7]
     );
-    assert!(read("llama", "eos_token_id", Some(json!(null))).end_tokens.is_empty());
+    assert!(
+        read("llama", "eos_token_id", Some(json!(null)))
+            .eos_token_ids
+            .is_empty()
+    );
     let windows = |value| read("qwen2_windows", "sliding_window", value).windows;
     assert_eq!(windows(None), [None, Some(4096), Some(4096)]);
     assert_eq!(windows(Some(json!(null))), [None, None, None]);
@@ -456,11 +466,11 @@ fn null_is_not_the_default_of_a_missing_key() {
 fn inputs_that_do_not_fit_are_refused() {
     let case = Case::named("starcoder");
     let model = case.load(DType::F32);
-    let error = |ids: &Tensor, mask: &TokenMask| model.hidden(ids, mask).unwrap_err().to_string();
+    let error = |ids: &Tensor, mask: &AttentionMask| model.hidden(ids, mask).unwrap_err().to_string();
     let beyond = Tensor::new(&[[1u32, 48]], &Device::Cpu).unwrap();
-    assert!(error(&beyond, &TokenMask::Causal).contains("token id 48"));
+    assert!(error(&beyond, &AttentionMask::Causal).contains("token id 48"));
     let long = Tensor::zeros((1, 97), DType::U32, &Device::Cpu).unwrap();
-    let message = error(&long, &TokenMask::Causal);
+    let message = error(&long, &AttentionMask::Causal);
     assert!(
         message.contains("97 tokens") && message.contains("96 positions"),
         "{message}"
@@ -470,22 +480,22 @@ fn inputs_that_do_not_fit_are_refused() {
     // Documents that are shorter than the table fit, however long the row is.
     let numbers: Vec<u32> = (0..97).map(|i| i / 50).collect();
     let numbers = Tensor::from_vec(numbers, (1, 97), &Device::Cpu).unwrap();
-    assert!(model.hidden(&long, &TokenMask::Documents(numbers)).is_ok());
-    assert!(error(&case.ids(), &TokenMask::Padded(beyond)).contains("mask"));
+    assert!(model.hidden(&long, &AttentionMask::Documents(numbers)).is_ok());
+    assert!(error(&case.ids(), &AttentionMask::Padded(beyond)).contains("mask"));
     let none = Tensor::zeros((1, 0), DType::U32, &Device::Cpu).unwrap();
-    assert!(error(&none, &TokenMask::Causal).contains("no tokens"));
+    assert!(error(&none, &AttentionMask::Causal).contains("no tokens"));
 
-    let missing = Decoder::load(&case.folder.path().join("none"), &DecoderOptions::cpu()).unwrap_err();
+    let missing = CausalLm::load(&case.folder.path().join("none"), &CausalLmOptions::cpu()).unwrap_err();
     assert!(missing.to_string().contains("folder of a language model"), "{missing}");
     let mut config = case.value["config"].clone();
     config["vocab_size"] = json!(49);
     std::fs::write(case.folder.path().join("config.json"), config.to_string()).unwrap();
-    let shape = Decoder::load(case.folder.path(), &DecoderOptions::cpu()).unwrap_err();
+    let shape = CausalLm::load(case.folder.path(), &CausalLmOptions::cpu()).unwrap_err();
     assert!(shape.to_string().contains("transformer.wte.weight"), "{shape}");
     config["vocab_size"] = json!(48);
     config["n_layer"] = json!(3);
     std::fs::write(case.folder.path().join("config.json"), config.to_string()).unwrap();
-    let missing = Decoder::load(case.folder.path(), &DecoderOptions::cpu()).unwrap_err();
+    let missing = CausalLm::load(case.folder.path(), &CausalLmOptions::cpu()).unwrap_err();
     assert!(missing.to_string().contains("transformer.h.2."), "{missing}");
 }
 

@@ -1,6 +1,6 @@
 //! Reads `config.json` of a Hugging Face folder by its `model_type`. Missing keys have the values of transformers' classes.
 
-use super::config::{DecoderConfig, DecoderFamily, FeedForwardKind, NormKind, PositionKind};
+use super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
 use super::rope::{RopeJson, frequencies};
 use crate::error::{EngineError, Result};
 use crate::models::config;
@@ -107,12 +107,12 @@ struct RotaryJson {
 /// Which keys are `null`.
 #[derive(Clone, Copy)]
 struct Nulls {
-    end_tokens: bool,
+    eos_token_ids: bool,
     sliding_window: bool,
     kv_heads: bool,
 }
 
-impl DecoderConfig {
+impl CausalLmConfig {
     /// Reads the `config.json` of a model folder.
     ///
     /// # Errors
@@ -126,9 +126,10 @@ impl DecoderConfig {
         if path.is_file() {
             let json: GenerationJson = config::read(&path)?;
             if json.eos_token_id.is_some() {
-                let ids = end_tokens(json.eos_token_id).map_err(|message| EngineError::model_config(path, message))?;
-                config.end_tokens = ids;
-                config.end_tokens.retain(|id| (*id as usize) < config.vocab_size);
+                let ids =
+                    eos_token_ids(json.eos_token_id).map_err(|message| EngineError::model_config(path, message))?;
+                config.eos_token_ids = ids;
+                config.eos_token_ids.retain(|id| (*id as usize) < config.vocab_size);
             }
         }
         Ok(config)
@@ -139,7 +140,7 @@ impl DecoderConfig {
     /// # Errors
     /// A sentence that names the key.
     pub fn from_json(value: Value) -> std::result::Result<Self, String> {
-        let known = DecoderFamily::ALL
+        let known = CausalLmFamily::ALL
             .map(|family| format!("`{}`", family.model_type()))
             .join(", ");
         let model_type = match value.get("model_type") {
@@ -150,7 +151,7 @@ impl DecoderConfig {
                 ));
             }
         };
-        let family = DecoderFamily::ALL
+        let family = CausalLmFamily::ALL
             .into_iter()
             .find(|family| family.model_type() == model_type)
             .ok_or_else(|| {
@@ -158,24 +159,24 @@ impl DecoderConfig {
             })?;
         // `null` differs from a missing key where transformers' class has another default.
         let nulls = Nulls {
-            end_tokens: value.get("eos_token_id").is_some_and(Value::is_null),
+            eos_token_ids: value.get("eos_token_id").is_some_and(Value::is_null),
             sliding_window: value.get("sliding_window").is_some_and(Value::is_null),
             kv_heads: value.get("num_key_value_heads").is_some_and(Value::is_null),
         };
         let mut config = match family {
-            DecoderFamily::GptBigCode => gpt_bigcode(config::from_value(value)?)?,
+            CausalLmFamily::GptBigCode => gpt_bigcode(config::from_value(value)?)?,
             _ => rotary(family, config::from_value(value)?, nulls)?,
         };
-        if nulls.end_tokens {
-            config.end_tokens.clear();
+        if nulls.eos_token_ids {
+            config.eos_token_ids.clear();
         }
         check_sizes(&config)?;
-        config.end_tokens.retain(|id| (*id as usize) < config.vocab_size);
+        config.eos_token_ids.retain(|id| (*id as usize) < config.vocab_size);
         Ok(config)
     }
 }
 
-fn gpt_bigcode(json: GptBigCodeJson) -> std::result::Result<DecoderConfig, String> {
+fn gpt_bigcode(json: GptBigCodeJson) -> std::result::Result<CausalLmConfig, String> {
     if json.add_cross_attention {
         return Err("`add_cross_attention` is not supported: set it to false".into());
     }
@@ -185,8 +186,8 @@ fn gpt_bigcode(json: GptBigCodeJson) -> std::result::Result<DecoderConfig, Strin
             json.n_embd, json.n_head
         ));
     }
-    Ok(DecoderConfig {
-        family: DecoderFamily::GptBigCode,
+    Ok(CausalLmConfig {
+        family: CausalLmFamily::GptBigCode,
         vocab_size: json.vocab_size,
         width: json.n_embd,
         inner_width: json.n_inner.unwrap_or_else(|| json.n_embd.saturating_mul(4)),
@@ -206,7 +207,7 @@ fn gpt_bigcode(json: GptBigCodeJson) -> std::result::Result<DecoderConfig, Strin
         scales_scores: json.scale_attn_weights,
         windows: vec![None; json.n_layer.min(MAX_LAYERS)],
         ties_embeddings: json.tie_word_embeddings,
-        end_tokens: end_tokens(json.eos_token_id)?,
+        eos_token_ids: eos_token_ids(json.eos_token_id)?,
     })
 }
 
@@ -225,9 +226,9 @@ struct Defaults {
     end_token: Option<u32>,
 }
 
-fn defaults(family: DecoderFamily) -> Defaults {
+fn defaults(family: CausalLmFamily) -> Defaults {
     match family {
-        DecoderFamily::StarCoder2 => Defaults {
+        CausalLmFamily::StarCoder2 => Defaults {
             vocab_size: 49_152,
             hidden_size: 3072,
             intermediate_size: 12_288,
@@ -239,7 +240,7 @@ fn defaults(family: DecoderFamily) -> Defaults {
             ties_embeddings: true,
             end_token: Some(50_256),
         },
-        DecoderFamily::Qwen2 => Defaults {
+        CausalLmFamily::Qwen2 => Defaults {
             vocab_size: 151_936,
             hidden_size: 4096,
             intermediate_size: 22_016,
@@ -266,9 +267,9 @@ fn defaults(family: DecoderFamily) -> Defaults {
     }
 }
 
-fn rotary(family: DecoderFamily, json: RotaryJson, nulls: Nulls) -> std::result::Result<DecoderConfig, String> {
+fn rotary(family: CausalLmFamily, json: RotaryJson, nulls: Nulls) -> std::result::Result<CausalLmConfig, String> {
     let default = defaults(family);
-    let is_starcoder2 = family == DecoderFamily::StarCoder2;
+    let is_starcoder2 = family == CausalLmFamily::StarCoder2;
     let width = json.hidden_size.unwrap_or(default.hidden_size);
     let heads = json.num_attention_heads.unwrap_or(default.heads);
     let default_kv_heads = default.kv_heads.filter(|_| !nulls.kv_heads);
@@ -300,14 +301,14 @@ fn rotary(family: DecoderFamily, json: RotaryJson, nulls: Nulls) -> std::result:
         false => (NormKind::Rms, json.rms_norm_eps.unwrap_or(1e-6)),
     };
     let [qkv_bias, attention_output_bias, feed_forward_bias] = match family {
-        DecoderFamily::StarCoder2 => [json.use_bias.unwrap_or(true); 3],
-        DecoderFamily::Qwen2 => [true, false, false],
+        CausalLmFamily::StarCoder2 => [json.use_bias.unwrap_or(true); 3],
+        CausalLmFamily::Qwen2 => [true, false, false],
         _ => {
             let attention = json.attention_bias.unwrap_or(false);
             [attention, attention, json.mlp_bias.unwrap_or(false)]
         }
     };
-    Ok(DecoderConfig {
+    Ok(CausalLmConfig {
         family,
         vocab_size: json.vocab_size.unwrap_or(default.vocab_size),
         width,
@@ -336,13 +337,13 @@ fn rotary(family: DecoderFamily, json: RotaryJson, nulls: Nulls) -> std::result:
         scales_scores: true,
         windows: windows(family, &json, layers, nulls.sliding_window)?,
         ties_embeddings: json.tie_word_embeddings.unwrap_or(default.ties_embeddings),
-        end_tokens: end_tokens(json.eos_token_id.or(default.end_token.map(EndTokens::One)))?,
+        eos_token_ids: eos_token_ids(json.eos_token_id.or(default.end_token.map(EndTokens::One)))?,
     })
 }
 
 /// The sliding window of each block.
 fn windows(
-    family: DecoderFamily,
+    family: CausalLmFamily,
     json: &RotaryJson,
     layers: usize,
     is_null: bool,
@@ -353,11 +354,11 @@ fn windows(
         window => Ok(window),
     };
     match family {
-        DecoderFamily::StarCoder2 => {
+        CausalLmFamily::StarCoder2 => {
             let window = json.sliding_window.map(positive).transpose()?;
             Ok(vec![window; layers])
         }
-        DecoderFamily::Qwen2 => {
+        CausalLmFamily::Qwen2 => {
             let window = match json.use_sliding_window.unwrap_or(false) && !is_null {
                 true => Some(positive(json.sliding_window.unwrap_or(4096))?),
                 false => None,
@@ -396,7 +397,7 @@ fn activation(key: &str, name: &str) -> std::result::Result<Activation, String> 
     })
 }
 
-fn end_tokens(ids: Option<EndTokens>) -> std::result::Result<Vec<u32>, String> {
+fn eos_token_ids(ids: Option<EndTokens>) -> std::result::Result<Vec<u32>, String> {
     let ids = match ids {
         Some(EndTokens::One(id)) => vec![id],
         Some(EndTokens::Many(ids)) => ids,
@@ -415,7 +416,7 @@ fn end_tokens(ids: Option<EndTokens>) -> std::result::Result<Vec<u32>, String> {
 ///
 /// # Errors
 /// A sentence that names the size.
-pub(super) fn check_sizes(config: &DecoderConfig) -> std::result::Result<(), String> {
+pub(super) fn check_sizes(config: &CausalLmConfig) -> std::result::Result<(), String> {
     for (what, size) in [
         ("the vocabulary (`vocab_size`)", config.vocab_size),
         ("the width (`hidden_size`, `n_embd`)", config.width),

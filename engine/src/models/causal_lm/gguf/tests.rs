@@ -2,7 +2,7 @@
 
 use super::super::byte_tokenizer::{END, write_tokenizer};
 use super::super::formula_weights::{expected, write_model};
-use super::super::{Decoder, DecoderOptions, TextTokenizer, TokenMask, open_tokenizer};
+use super::super::{AttentionMask, CausalLm, CausalLmOptions, TextTokenizer, open_tokenizer};
 use super::GgufExport;
 use crate::testing::compute_on_this_thread;
 use aitk_common::job::lm_export::LmExportType;
@@ -42,15 +42,15 @@ const MODELS: [&str; 8] = [
 
 /// The logits of a text, flat.
 fn logits(path: &Path) -> Vec<f32> {
-    let model = Decoder::load(path, &DecoderOptions::cpu()).unwrap();
+    let model = CausalLm::load(path, &CausalLmOptions::cpu()).unwrap();
     let ids: Vec<u32> = (0..19).map(|i| (i * 37 + 5) % 256).collect();
     let ids = Tensor::from_vec(ids, (1, 19), &Device::Cpu).unwrap();
-    let hidden = model.hidden(&ids, &TokenMask::Causal).unwrap();
+    let hidden = model.hidden(&ids, &AttentionMask::Causal).unwrap();
     model.logits(&hidden).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn export(folder: &Path, file: &Path, dtype: LmExportType) {
-    let model = Decoder::load(folder, &DecoderOptions::cpu()).unwrap();
+    let model = CausalLm::load(folder, &CausalLmOptions::cpu()).unwrap();
     let export = GgufExport::new(&model, folder, "tiny", dtype).unwrap();
     let tensors = model.tensors().unwrap();
     let mut out = std::fs::File::create(file).unwrap();
@@ -86,7 +86,10 @@ fn models_of_every_family_have_the_same_logits_after_export() {
             .fold(0.0, f32::max);
         assert!(error > 0.0 && error < 0.1 * largest, "{name}: {error} of {largest}");
         let (config, _) = open_tokenizer(&file).unwrap();
-        let mut expected = Decoder::load(&folder, &DecoderOptions::cpu()).unwrap().config().clone();
+        let mut expected = CausalLm::load(&folder, &CausalLmOptions::cpu())
+            .unwrap()
+            .config()
+            .clone();
         // A layer without a bias may have one of zeros.
         expected.attention_output_bias = config.attention_output_bias;
         expected.feed_forward_bias = config.feed_forward_bias;
@@ -139,7 +142,7 @@ fn merges_digits_and_the_first_token_survive_the_export() {
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [END + 2], "tokens": ["<|endoftext|>"]}},
     });
     std::fs::write(&path, json.to_string()).unwrap();
-    let model = Decoder::load(&folder, &DecoderOptions::cpu()).unwrap();
+    let model = CausalLm::load(&folder, &CausalLmOptions::cpu()).unwrap();
     // llama.cpp puts `bos_token` before a text, and this model has none.
     let error = GgufExport::new(&model, &folder, "tiny", LmExportType::F16).unwrap_err();
     assert!(error.to_string().contains("bos_token"), "{error}");
@@ -165,7 +168,7 @@ fn what_llama_cpp_does_not_compute_is_refused() {
         config[key] = value;
         write_model(dir.path(), &config);
         write_tokenizer(dir.path(), VOCABULARY);
-        let model = Decoder::load(dir.path(), &DecoderOptions::cpu()).unwrap();
+        let model = CausalLm::load(dir.path(), &CausalLmOptions::cpu()).unwrap();
         GgufExport::new(&model, dir.path(), "tiny", LmExportType::F16)
             .unwrap_err()
             .to_string()
@@ -214,7 +217,7 @@ fn other_files_are_refused_with_a_reason() {
         let zeros = Tensor::zeros((3, 2), candle_core::DType::F32, &Device::Cpu).unwrap();
         layout.write(&mut bytes, |_| Ok(zeros.clone())).unwrap();
         std::fs::write(&file, bytes).unwrap();
-        match Decoder::load(&file, &DecoderOptions::cpu()) {
+        match CausalLm::load(&file, &CausalLmOptions::cpu()) {
             Err(error) => error.to_string(),
             Ok(_) => panic!("{arch} {tensor}"),
         }
@@ -226,6 +229,6 @@ fn other_files_are_refused_with_a_reason() {
     let found = error("llama", "token_embd.weight");
     assert!(found.contains("blk.0") || found.contains("model.layers.0"), "{found}");
     std::fs::write(&file, "not a model").unwrap();
-    let found = Decoder::load(&file, &DecoderOptions::cpu()).unwrap_err().to_string();
+    let found = CausalLm::load(&file, &CausalLmOptions::cpu()).unwrap_err().to_string();
     assert!(found.contains("GGUF"), "{found}");
 }
