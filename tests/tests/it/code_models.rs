@@ -90,7 +90,7 @@ fn a_universal_config_runs_here_and_on_a_worker_with_a_model_of_the_hub() {
     let messages = String::from_utf8(ran.stderr).unwrap() + &String::from_utf8(ran.stdout).unwrap();
     assert_eq!(messages.matches("about PyTorch").count(), 1, "{messages}");
     assert!(
-        messages.contains("here.yaml:6") && messages.contains("`model.device_map`"),
+        messages.contains("here.yaml:3: ") && messages.contains("`model.device_map`"),
         "{messages}"
     );
     let adapter = |folder: &Path| std::fs::read(folder.join("coder/adapter_model.safetensors")).unwrap();
