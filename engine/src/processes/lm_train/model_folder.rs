@@ -72,7 +72,7 @@ pub(super) fn write_adapter(folder: &Path, tensors: &BTreeMap<String, Tensor>, a
 
 /// Writes a whole model in `dtype`: `config.json` of its base model, the weights in one or several files, and the tokenizer. `dense` returns
 /// the numbers of a tensor, by its name and its weight.
-pub(in super::super) fn write_model(
+pub(crate) fn write_model(
     folder: &Path,
     model: &CausalLm,
     base: &Path,
