@@ -1,7 +1,7 @@
 """Code models beside transformers and peft, and beside llama.cpp where a GGUF file of the model is given: tokens a second, seconds a step.
 
     python3 tests/reference/bench/code_models.py --size 200m --repeat 3
-    python3 tests/reference/bench/code_models.py --size 1b --only decode --formats bfloat16,q8_0,q4_k
+    python3 tests/reference/bench/code_models.py --size 1b --only decode --formats bfloat16 --gguf model.q8_0.gguf
 
 Both sides read the same folder: StarCoder2's shape with random weights in bfloat16, its vocabulary of 49,152 tokens, and a tokenizer of bytes.
 They run in turns, each measurement in a process of its own; the table has the median and the range. Decoding is the time of all tokens after the
@@ -59,9 +59,7 @@ def run_aitk(program, process, job="generate"):
 
 
 def aitk_seconds(program, folder, dtype, prompt, tokens):
-    model = {"name_or_path": str(folder), "dtype": "bfloat16" if dtype != "float32" else dtype}
-    if dtype not in ("bfloat16", "float32"):
-        model |= {"quantize": True, "qtype": dtype}
+    model = {"name_or_path": str(folder), "dtype": dtype}
     log, _ = run_aitk(program, {
         "type": "lm_generate", "model": model, "generate": {"prompts": ["x" * prompt], "max_new_tokens": tokens, "stream": False, "temperature": 0}})
     found = re.search(r"(\d+) tokens in ([\d.]+) s", log)
@@ -171,12 +169,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="200m")
     parser.add_argument("--only", choices=["decode", "prefill", "train"])
-    parser.add_argument("--formats", default="float32,bfloat16,int8,q8_0,q4_k", help="of aitk's weights for decoding")
+    parser.add_argument("--formats", default="float32,bfloat16", help="dtypes for decoding")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the model is kept; by default a temporary folder")
-    parser.add_argument("--gguf", type=Path, action="append", default=[], help="the same model as GGUF, for llama.cpp: NAME.FORMAT.gguf")
+    parser.add_argument("--gguf", type=Path, action="append", default=[], help="a GGUF file to decode with, beside llama-cpp-python")
     parser.add_argument("--aitk", default=str(Path(__file__).resolve().parents[3] / "target/release/aitk"))
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -198,16 +196,18 @@ def main():
 def measure(arguments, folder):
     tokens, aitk = arguments.tokens, arguments.aitk
 
-    def decode(dtype):
-        return (aitk_seconds(aitk, folder, dtype, 8, tokens) - aitk_seconds(aitk, folder, dtype, 8, 1)) / (tokens - 1)
+    def decode(model, dtype):
+        return (aitk_seconds(aitk, model, dtype, 8, tokens) - aitk_seconds(aitk, model, dtype, 8, 1)) / (tokens - 1)
     works = {}
-    for dtype in arguments.formats.split(",") if arguments.only in (None, "decode") else ():
-        works[f"decode a token, {dtype}"] = {"aitk": lambda dtype=dtype: decode(dtype)}
-        if dtype in ("float32", "bfloat16"):
-            works[f"decode a token, {dtype}"]["transformers"] = lambda dtype=dtype: child("torch_decode", folder, dtype, tokens)
+    if arguments.only in (None, "decode"):
+        for dtype in arguments.formats.split(","):
+            works[f"decode a token, {dtype}"] = {
+                "aitk": lambda dtype=dtype: decode(folder, dtype),
+                "transformers": lambda dtype=dtype: child("torch_decode", folder, dtype, tokens)}
         for gguf in arguments.gguf:
-            if gguf.name.endswith(f".{dtype}.gguf"):
-                works[f"decode a token, {dtype}"]["llama.cpp"] = lambda gguf=gguf: child("llama_decode", gguf, "-", tokens)
+            works[f"decode a token, {gguf.name}"] = {
+                "aitk": lambda gguf=gguf: decode(gguf, "float32"),
+                "llama.cpp": lambda gguf=gguf: child("llama_decode", gguf, "-", tokens)}
     if arguments.only in (None, "prefill"):
         for dtype in ("float32", "bfloat16"):
             works[f"prefill {PROMPT} tokens, {dtype}"] = {
