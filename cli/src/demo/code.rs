@@ -145,9 +145,11 @@ impl Folder {
         let is_same = files[..3].iter().all(|(name, text)| self.has(name, text));
         let is_complete = self.run_folder().join(NAME).exists();
         if is_complete || !is_same {
-            fsutil::remove(&self.path.join("output")).map_err(|error| Failure::failed(error.to_string()))?;
+            // Not the folder above it: trainings under other names are the user's own.
+            fsutil::remove(&self.run_folder()).map_err(|error| Failure::failed(error.to_string()))?;
         }
         for (name, text) in &files {
+            self.keep_edited(name, text)?;
             self.write(name, text)?;
         }
         Ok(texts.iter().map(|text| text.len() as u64).sum::<u64>() / 1000)
@@ -196,6 +198,16 @@ impl Folder {
     fn has(&self, name: &str, text: &str) -> bool {
         let read = regular::read_text(&self.path.join(name), MAX_TEXT_FILE_BYTES);
         read.is_ok_and(|found| found == text)
+    }
+
+    /// Renames a config to `NAME.old` if it is not this text: the user may have changed it.
+    fn keep_edited(&self, name: &str, text: &str) -> Result<(), Failure> {
+        let path = self.path.join(name);
+        if !name.ends_with(".yaml") || !path.exists() || self.has(name, text) {
+            return Ok(());
+        }
+        let kept = path.with_extension("yaml.old");
+        std::fs::rename(&path, &kept).map_err(|error| Failure::file("rename", &path, &error))
     }
 
     fn write(&self, name: &str, text: &str) -> Result<(), Failure> {
@@ -327,10 +339,21 @@ mod tests {
         std::fs::write(other.join("a.rs"), "fn a() {}\nfn b() {}\n").unwrap();
         folder.prepare(Some(&other)).unwrap();
         assert!(!checkpoint.exists());
-        // One that is complete begins anew.
+        // One that is complete begins anew. A training under another name, whose config the user made of the demo's, stays.
+        let renamed = folder.path.join("output/my_own/my_own");
+        fsutil::create_dir_all(&renamed).unwrap();
         fsutil::create_dir_all(&folder.run_folder().join(NAME)).unwrap();
         folder.prepare(Some(&other)).unwrap();
-        assert!(!folder.run_folder().exists());
+        assert!(!folder.run_folder().exists() && renamed.exists());
+        // So does a config that was changed.
+        let config = folder.path.join("train.yaml");
+        let edited = std::fs::read_to_string(&config).unwrap() + "# mine\n";
+        std::fs::write(&config, &edited).unwrap();
+        folder.prepare(Some(&other)).unwrap();
+        assert_eq!(
+            std::fs::read_to_string(folder.path.join("train.yaml.old")).unwrap(),
+            edited
+        );
     }
 
     #[test]
