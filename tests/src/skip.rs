@@ -10,6 +10,8 @@ use std::io::Write;
 pub fn skip(requirement: &str, why: impl Display) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
-    // `eprintln!` is captured by the test harness, and shown only when a test fails.
-    let _ = writeln!(std::io::stderr(), "SKIPPED {test} (requires {requirement}): {why}");
+    let line = format!("SKIPPED {test} (requires {requirement}): {why}\n");
+    // `eprintln!` is captured by the test harness, and shown only when a test fails. Standard error has no buffer, so a formatting
+    // macro would write the line in pieces, with other tests' lines between them, and `.ci/run` could not read it.
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
