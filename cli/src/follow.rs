@@ -571,11 +571,11 @@ mod tests {
                 kind: DeviceKind::Cuda,
                 index: 1,
             },
-            message: "no sign of life for 30 s".to_owned(),
+            message: "no heartbeat for 30 s".to_owned(),
         };
         let (warn, line) = notice_line(&attempt).unwrap();
         assert!(warn);
-        assert_eq!(line, "attempt on box cuda:1 lost: no sign of life for 30 s");
+        assert_eq!(line, "attempt on box cuda:1 lost: no heartbeat for 30 s");
         let failed = EventBody::State {
             state: JobState::Failed,
             reason: "out of memory".to_owned(),

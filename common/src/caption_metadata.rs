@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Endings that are no part of an image's name.
+/// Endings that are not part of an image's name.
 const IMAGES: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
 
 /// What a metadata file says of an image.

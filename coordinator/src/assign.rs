@@ -67,12 +67,12 @@ impl From<StoreError> for AssignmentError {
 #[derive(Clone, Debug)]
 pub(crate) struct Assigner {
     store: Arc<dyn Store>,
-    payloads: JobConfigCache,
+    job_configs: JobConfigCache,
 }
 
 impl Assigner {
-    pub(crate) fn new(store: Arc<dyn Store>, payloads: JobConfigCache) -> Self {
-        Self { store, payloads }
+    pub(crate) fn new(store: Arc<dyn Store>, job_configs: JobConfigCache) -> Self {
+        Self { store, job_configs }
     }
 
     /// Returns the assignment message, small enough for a worker.
@@ -86,7 +86,7 @@ impl Assigner {
             owner,
             may_have_images,
         } = pending;
-        let payload = match self.payloads.get(&placed.job) {
+        let payload = match self.job_configs.get(&placed.job) {
             Some(payload) => payload,
             None => Arc::new(self.store.payload(&placed.job).await?.ok_or_else(|| AssignmentError {
                 reason: "its config is not in the coordinator's database any more; submit the job again".into(),

@@ -24,7 +24,7 @@ fn of_inputs(inputs: &BTreeMap<String, ContentHash>) -> usize {
     inputs.keys().map(|path| path.len() + ENTRY).sum()
 }
 
-/// Checks that a job with so many shared bytes and bytes of its own is not too large.
+/// Checks that a job with this many shared bytes and bytes of its own is not too large.
 ///
 /// # Errors
 /// A message for the user.

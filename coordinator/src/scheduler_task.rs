@@ -41,7 +41,7 @@ pub(crate) struct SchedulerTask {
     storage_url: Option<String>,
     metrics: Metrics,
     spans: Spans,
-    payloads: JobConfigCache,
+    job_configs: JobConfigCache,
     inputs: mpsc::Receiver<Input>,
     broadcaster: Arc<EventBroadcaster>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
@@ -57,7 +57,7 @@ impl SchedulerTask {
         storage_url: Option<String>,
         metrics: Metrics,
         spans: Spans,
-        payloads: JobConfigCache,
+        job_configs: JobConfigCache,
     ) -> (Self, SchedulerHandle) {
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
         let broadcaster = Arc::new(EventBroadcaster::default());
@@ -70,7 +70,7 @@ impl SchedulerTask {
                 storage_url,
                 metrics,
                 spans,
-                payloads,
+                job_configs,
                 inputs,
                 broadcaster,
                 sessions: HashMap::new(),
@@ -175,7 +175,7 @@ impl SchedulerTask {
         self.spans.record_commit(&records);
         for record in &records {
             if let Record::NewJob(job, payload) = record {
-                self.payloads.insert(&job.id, payload);
+                self.job_configs.insert(&job.id, payload);
             }
         }
         for effect in rest {

@@ -139,8 +139,8 @@ pub(crate) async fn start_leading(
     let (stop, stopping) = watch::channel(false);
     let metrics = Metrics::new(&config.traces);
     let spans = Spans::new(&config.traces);
-    let payloads = JobConfigCache::default();
-    let assigner = Assigner::new(store.clone(), payloads.clone());
+    let job_configs = JobConfigCache::default();
+    let assigner = Assigner::new(store.clone(), job_configs.clone());
     if bucket_url_for_workers.is_some() {
         tokio::spawn(check_storage(blobs.clone(), stopping.clone()));
     }
@@ -151,7 +151,7 @@ pub(crate) async fn start_leading(
         bucket_url_for_workers,
         metrics.clone(),
         spans,
-        payloads,
+        job_configs,
     );
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, scheduler.clone(), stopping.clone()));

@@ -23,9 +23,9 @@ pub(crate) struct TransferPermit {
 }
 
 impl TransferLimiter {
-    /// Allows `most` transfers in total, and three quarters of them per user.
-    pub(crate) fn new(most: usize) -> Self {
-        Self::with_limits(most, (most * 3 / 4).max(1))
+    /// Allows `max` transfers in total, and three quarters of them per user.
+    pub(crate) fn new(max: usize) -> Self {
+        Self::with_limits(max, (max * 3 / 4).max(1))
     }
 
     /// Allows `all` transfers in total and `each` per user.
@@ -63,25 +63,25 @@ const BURST: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub(crate) struct UploadRate {
     /// Bytes per second; `None`: no limit.
-    most: Option<u64>,
+    max: Option<u64>,
     /// Per user: when the bytes sent so far are used up at that rate; bounded by the number of tokens.
     until: Arc<Mutex<HashMap<UserName, Instant>>>,
 }
 
 impl UploadRate {
-    pub(crate) fn new(most: Option<u64>) -> Self {
+    pub(crate) fn new(max: Option<u64>) -> Self {
         Self {
-            most,
+            max,
             until: Arc::default(),
         }
     }
 
     /// Counts received bytes. Returns how long to wait before reading more from their sender.
     pub(crate) fn delay_after(&self, who: &UserName, bytes: u64, now: Instant) -> Duration {
-        let Some(most) = self.most else {
+        let Some(max) = self.max else {
             return Duration::ZERO;
         };
-        let takes = Duration::from_secs_f64(bytes as f64 / most.max(1) as f64);
+        let takes = Duration::from_secs_f64(bytes as f64 / max.max(1) as f64);
         let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
         let until = until.entry(who.clone()).or_insert(now);
         *until = (*until).max(now) + takes;

@@ -121,11 +121,11 @@ pub(crate) fn load_sd(path: impl AsRef<Path>, options: &LoadOptions) -> crate::e
         }
         _ => (ArchName::Sd1, &crate::families::sd1::VARIANT),
     };
-    let only_shapes = LoadOptions {
+    let shapes_only = LoadOptions {
         loaded: crate::families::LoadedParts::Nothing,
         ..options.clone()
     };
-    crate::families::load(path, arch, &only_shapes)?;
+    crate::families::load(path, arch, &shapes_only)?;
     SdModel::load(variant, path, options)
 }
 

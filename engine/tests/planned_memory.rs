@@ -150,8 +150,8 @@ fn predictions_for_cuda_are_those_of_emulated_kernels() {
         };
         emulated_kernels(|| {
             // An emulated kernel is slow: two seeds if none are named.
-            let most = std::env::var_os("AITK_MEMORY_SEEDS").map_or(2, |_| usize::MAX);
-            for seed in seeds().into_iter().take(most) {
+            let max = std::env::var_os("AITK_MEMORY_SEEDS").map_or(2, |_| usize::MAX);
+            for seed in seeds().into_iter().take(max) {
                 let case = Case::draw(seed);
                 let name = format!("seed {seed}, {} in {:?}, {:?}", case.arch, case.dtype, case.training);
                 let is_half = case.dtype != DType::F32;

@@ -2,7 +2,7 @@
 
 References: bitsandbytes (adamw8bit, adam8bit, lion8bit, ademamix8bit), lion-pytorch, prodigyopt, dadaptation, transformers'
 Adafactor and torch's Adagrad.
-bitsandbytes is large and not pure Python, so it is no requirement:
+bitsandbytes is large and not pure Python, so it is not a requirement:
 
     pip install --no-deps bitsandbytes==0.50.2
 

@@ -5,7 +5,7 @@ that the format is from makes of its weights (every 29th number of each) and wha
 
     pip install --no-deps bitsandbytes==0.50.2
 
-`bitsandbytes` is large and not pure Python, so it is no requirement.
+`bitsandbytes` is large and not pure Python, so it is not a requirement.
 """
 import json
 import shutil
@@ -115,7 +115,7 @@ def as_gguf(path, state, of_any_shape):
         if of_any_shape and is_layer(name, value) and array.shape[-1] % 32 and array.size % 256 == 0:
             rows = array.reshape(-1, 256)
             writer.add_array(f"comfy.gguf.orig_shape.{name}", [int(side) for side in array.shape])
-        # The table of tokens, too: it is no layer, and is unpacked.
+        # The table of tokens, too: it is not a layer, and is unpacked.
         wanted = is_layer(name, value) or "token_embedding" in name
         if wanted and rows.ndim == 2 and rows.shape[1] % 32 == 0:
             kind, packed, unpacked = blocks.pack(rows)

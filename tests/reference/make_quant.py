@@ -1,7 +1,7 @@
 """Quantised weights -> tests/fixtures/quant/errors.json and reference.safetensors.
 
 References: bitsandbytes (nf4, blocks of 64, scales in f32), torchao (weight-only int8 and float8), gguf-py (q8_0). They are
-large and not all pure Python, so they are no requirement:
+large and not all pure Python, so they are not requirement:
 
     pip install --no-deps bitsandbytes==0.50.2 torchao==0.18.0 gguf==0.19.0
 

@@ -224,7 +224,7 @@ def main():
         key = f"{name}/{label}"
         try:
             timesteps, samples = run(name, params, steps, begin, options)
-        except Exception as error:  # noqa: BLE001  what diffusers itself cannot do is no reference
+        except Exception as error:  # noqa: BLE001  what diffusers itself cannot do is not a reference
             left_out.append(f"{key}: {type(error).__name__}: {error}")
             continue
         if not torch.isfinite(samples).all():

@@ -188,8 +188,8 @@ fn stop_on_signals(signals: SigSet, stop: &StopSignal) {
 
 /// Limits the size of the files that this process writes. Returns a warning if that failed.
 fn limit_file_size(spec: &AttemptSpec) -> Option<String> {
-    let (_, most) = getrlimit(Resource::RLIMIT_FSIZE).unwrap_or((0, u64::MAX));
-    let bytes = spec.file_size_limit?.min(most);
+    let (_, max) = getrlimit(Resource::RLIMIT_FSIZE).unwrap_or((0, u64::MAX));
+    let bytes = spec.file_size_limit?.min(max);
     let error = setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes).err()?;
     Some(format!("the size of files cannot be limited: {error}"))
 }

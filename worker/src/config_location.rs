@@ -105,7 +105,7 @@ config:
             key.starts_with("my.yaml:12:") && key.ends_with("for a warmup of 10"),
             "{key}"
         );
-        let path = placed("data/cats/7.png: this is no image");
+        let path = placed("data/cats/7.png: this is not an image");
         assert!(path.starts_with("my.yaml:10:") && path.contains("7.png"), "{path}");
         // Messages about nothing in the config stay unchanged.
         for message in ["the device ran out of memory", "a `` and `nothing`"] {
@@ -124,9 +124,9 @@ config:
             "my.yaml:12:9: config.process[0].train.steps: expected more"
         );
         // A key that the config does not have is at its section.
-        let key = placed("train.lr_factors: `steps` is no factor");
+        let key = placed("train.lr_factors: `steps` is not a factor");
         assert!(
-            key.starts_with("my.yaml:11:") && key.ends_with(".train: train.lr_factors: `steps` is no factor"),
+            key.starts_with("my.yaml:11:") && key.ends_with(".train: train.lr_factors: `steps` is not a factor"),
             "{key}"
         );
         // A path has precedence over a key of one word.

@@ -33,8 +33,8 @@ pub(crate) fn peak_memory() -> u64 {
     {
         use nix::sys::resource::{UsageWho, getrusage};
         // macOS counts bytes here; other systems count KiB.
-        let most = getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.max_rss());
-        u64::try_from(most).unwrap_or(0)
+        let max = getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.max_rss());
+        u64::try_from(max).unwrap_or(0)
     }
 }
 
@@ -131,10 +131,10 @@ impl MemoryUsage {
             ("host", "memory/peak_gib", host, predicted.filter(|_| on_cpu)),
             ("device", "memory/device_peak_gib", device, predicted),
         ] {
-            let most = phases.iter().map(|(_, bytes)| *bytes).max().filter(|most| *most > 0);
-            let Some(most) = most else { continue };
-            values.insert(key.to_owned(), gib(most));
-            let mut message = format!("{memory_kind} memory: at most {:.3} GiB", gib(most));
+            let max = phases.iter().map(|(_, bytes)| *bytes).max().filter(|max| *max > 0);
+            let Some(max) = max else { continue };
+            values.insert(key.to_owned(), gib(max));
+            let mut message = format!("{memory_kind} memory: at most {:.3} GiB", gib(max));
             if let Some(predicted) = predicted {
                 values.insert("memory/predicted_gib".into(), gib(predicted));
                 let profile = spec.profile.name();

@@ -27,8 +27,8 @@ pub(crate) fn drop_privileges() -> (PrivateUmask, Vec<String>) {
     record("no_new_privs cannot be set", nix::sys::prctl::set_no_new_privs());
     // A core dump would hold weights and images, in an unpredictable place.
     record("core dumps cannot be disabled", setrlimit(Resource::RLIMIT_CORE, 0, 0));
-    let files = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, most)| {
-        let files = most.min(MAX_OPEN_FILES);
+    let files = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, max)| {
+        let files = max.min(MAX_OPEN_FILES);
         setrlimit(Resource::RLIMIT_NOFILE, files, files)
     });
     record("open files cannot be limited", files);

@@ -118,7 +118,7 @@ pub struct ConvertArgs {
     /// Number format: float32, float16, bfloat16 [default: that of INPUT]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<String>,
-    /// Highest rank. Layers of a higher rank, and those that are no LoRA, become LoRAs of this rank
+    /// Highest rank. Layers of a higher rank, and those of other types, become LoRAs of this rank
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16384))]
     pub rank: Option<u32>,
     /// Overwrite an existing file

@@ -175,7 +175,7 @@ pub enum Command {
                       without. The save counts for max_step_saves_to_keep. The command returns as soon as the request is on its \
                       way: `aitk logs` says when it is done, `aitk artifacts ls` lists the file. A second request before that \
                       changes nothing, and a request is lost if its worker is lost or the job stops before. The exit code is 6 \
-                      if the job does not run or is no training."
+                      if the job does not run or is not a training."
     )]
     Save(SaveArgs),
     /// Make the samples of a running training now
@@ -184,7 +184,7 @@ pub enum Command {
                       samples of its config, named by its step, as `sample_every` does, and goes on; the results are the same \
                       as without. The command returns as soon as the request is on its way: `aitk logs` says when it is done, \
                       `aitk artifacts ls` lists the files. A second request before that changes nothing, and a request is lost if \
-                      its worker is lost or the job stops before. The exit code is 6 if the job does not run, is no training, \
+                      its worker is lost or the job stops before. The exit code is 6 if the job does not run, is not a training, \
                       or has no samples."
     )]
     Sample(SampleArgs),

@@ -21,7 +21,7 @@ use tonic::Streaming;
 /// The label that only the first worker has.
 pub(super) const SLOW_LABEL: &str = "bench";
 /// The value of the label, and the name of the jobs that the first worker never finishes.
-pub(super) const NEVER_ENDS: &str = "slow";
+pub(super) const STUCK_LABEL: &str = "slow";
 /// Capacity of a worker's outgoing messages. A worker has one device, so at most one attempt and a heartbeat wait.
 const OUTGOING: usize = 8;
 
@@ -112,7 +112,7 @@ fn registration(number: usize, slow: bool) -> Registration {
     };
     let mut labels = BTreeMap::new();
     if slow {
-        labels.insert(SLOW_LABEL.to_owned(), NEVER_ENDS.to_owned());
+        labels.insert(SLOW_LABEL.to_owned(), STUCK_LABEL.to_owned());
     }
     Registration {
         protocol: PROTOCOL_VERSION,
@@ -212,7 +212,7 @@ impl SimulatedWorker {
         };
         self.request += 1;
         self.attempts.insert(self.request, held.clone());
-        if assignment.config_text.contains(NEVER_ENDS) {
+        if assignment.config_text.contains(STUCK_LABEL) {
             return Ok(());
         }
         self.send(ToCoordinator::Finished {

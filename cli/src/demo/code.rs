@@ -162,7 +162,7 @@ impl Folder {
         if is_empty || config.contains(MARK) {
             return Ok(());
         }
-        let message = format!("{} exists and is no folder of this demo", printable(&self.text));
+        let message = format!("{} exists and is not a folder of this demo", printable(&self.text));
         Err(Failure::new(Exit::Conflict, message).hint("give another folder: aitk demo code -o DIR"))
     }
 

@@ -181,7 +181,7 @@ pub fn hub(directory: &Path) -> Result<(String, String), Failure> {
     match environment.token {
         Some(token) if !token.bytes().all(|byte| byte.is_ascii_graphic()) => Err(Failure::new(
             Exit::Unauthorised,
-            "HF_TOKEN is no token: it has a space, a line break or another character that no token has",
+            "HF_TOKEN is not a token: it has a space, a line break or another character that no token has",
         )),
         Some(token) => Ok((environment.endpoint, token)),
         None => Err(Failure::new(Exit::Unauthorised, "there is no token for Hugging Face").hint(format!(
@@ -214,7 +214,7 @@ fn check_repository(repo: &str) -> Result<(), Failure> {
     match is_repository(repo) {
         true => Ok(()),
         false => Err(Failure::usage(format!(
-            "{} is no name of a repository: expected ORG/NAME or USER/NAME, such as me/my_lora",
+            "{} is not the name of a repository: expected ORG/NAME or USER/NAME, such as me/my_lora",
             printable(repo)
         ))),
     }

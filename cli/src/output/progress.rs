@@ -79,9 +79,9 @@ impl JobProgress {
             texts.join("  ")
         };
         while joined(&parts).len() > columns
-            && let Some(least) = parts.iter().map(|(priority, _)| *priority).min()
+            && let Some(min) = parts.iter().map(|(priority, _)| *priority).min()
         {
-            parts.retain(|(priority, _)| *priority != least);
+            parts.retain(|(priority, _)| *priority != min);
         }
         joined(&parts)
     }

@@ -68,7 +68,7 @@ fn content_problem(input: &Input, local: &Path) -> Option<String> {
 fn language_model_problem(path: &str, local: &Path) -> Option<String> {
     use aitk_engine::models::causal_lm::{CausalLm, CausalLmOptions};
     let options = CausalLmOptions {
-        only_shapes: true,
+        shapes_only: true,
         ..CausalLmOptions::cpu()
     };
     let problem = CausalLm::load(local, &options).err()?.to_string();

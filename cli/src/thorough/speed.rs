@@ -14,7 +14,7 @@ const DURATION: Duration = Duration::from_millis(500);
 /// One benchmark may take this long, with making its weights.
 const TIME_PER_BENCHMARK: Duration = Duration::from_secs(120);
 
-/// Why a benchmark was not measured, if the time did not suffice. It is no problem.
+/// Why a benchmark was not measured, if the time did not suffice. It is not a problem.
 const OUT_OF_TIME: &str = "skipped: the time for this device was over";
 
 /// Whether a benchmark suits a device: it takes seconds there.

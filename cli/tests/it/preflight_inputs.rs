@@ -4,7 +4,7 @@ use crate::preflight::{TINY, images};
 use crate::support::{Home, code, err, out};
 use std::path::Path;
 
-/// Writes a textual inversion of so many vectors.
+/// Writes a textual inversion of this many vectors.
 fn word(home: &Home, name: &str, vectors: usize, width: usize) {
     let bytes = 4 * vectors * width;
     let header =

@@ -56,7 +56,7 @@ async fn a_repository_has_the_bytes_that_were_pushed_small_and_large_whole_and_i
             pushed.sent_bytes + 3_000_001
         );
         let stored = hub.contents().stored;
-        // What is there already is not sent again, and a repository that exists is no error.
+        // What is there already is not sent again, and a repository that exists is not an error.
         writer.create(false).await.unwrap();
         let again = writer.push(&uploads, "second", &|_| {}).await.unwrap();
         assert_eq!(again.sent_bytes, 0);
@@ -130,7 +130,7 @@ async fn refusals_have_the_hubs_reason_and_hostile_addresses_get_nothing() {
         assert!(address == "nonsense" || message.contains(host), "{address}: {message}");
     }
     hub.contents().storage_address = None;
-    // A proxy's page, or an answer that names no commit, is no commit.
+    // A proxy's page, or an answer that names no commit, is not a commit.
     for answer in ["<html>please log in</html>", "null", "{}", "{\"commitOid\": null}", ""] {
         hub.contents().commit_answer = Some(answer.into());
         let refused = writer.push(&large, "m", &|_| {}).await.unwrap_err();

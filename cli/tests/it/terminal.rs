@@ -78,5 +78,5 @@ fn a_command_to_copy_is_one_line_on_a_narrow_terminal() {
     assert_eq!(exit, Some(0), "{shown}");
     let lines: Vec<&str> = shown.lines().collect();
     assert!(lines.contains(&format!("  aitk run {path}").as_str()), "{lines:#?}");
-    assert!(lines.len() > 2, "what is no command is broken: {lines:#?}");
+    assert!(lines.len() > 2, "what is not a command is broken: {lines:#?}");
 }

@@ -117,7 +117,7 @@ impl<'a> Params<'a> {
         })
     }
 
-    /// The two ends of a range, or one number, which `widened` makes a range; `None`: one number is no range.
+    /// The two ends of a range, or one number, which `widened` makes a range; `None`: one number is not a range.
     fn range(
         &mut self,
         name: &'static str,

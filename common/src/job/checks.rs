@@ -25,7 +25,7 @@ impl TrainerProcess {
                 Some(repo) if !is_repository(repo) => cx.error_at(
                     "save.hf_repo_id",
                     format!(
-                        "`{}` is no name of a repository: expected USER/NAME or ORG/NAME, such as `me/my_lora`",
+                        "`{}` is not the name of a repository: expected USER/NAME or ORG/NAME, such as `me/my_lora`",
                         repo.escape_debug()
                     ),
                 ),

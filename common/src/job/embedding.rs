@@ -22,7 +22,7 @@ section! {
         trigger: String = "custom_embedding".into(), Works;
         /// Number of vectors; each takes the place of one token in a prompt.
         tokens: u32 = 4, Works;
-        /// Text whose tokens' vectors are the initial ones; too few are filled up with those of `*`.
+        /// Text whose tokens' vectors are the initial ones; too few are padded with those of `*`.
         init_words: String = "*".into(), Works;
         /// `safetensors` or `pt`.
         save_format: EmbeddingFormat = EmbeddingFormat::Safetensors, Works;

@@ -301,10 +301,10 @@ mod tests {
         let names = |folder: &str, message: &str| spec(folder).input_named_in(message, |_| None).is_some();
         for message in [
             "in: no images",
-            "in/7.png: this is no image",
+            "in/7.png: this is not an image",
             "no images in in/cats",
             "`in`: no images",
-            "`in/7.png` is no image",
+            "`in/7.png` is not an image",
         ] {
             assert!(names("in", message), "{message}");
         }
@@ -313,15 +313,15 @@ mod tests {
             "no images in the folder",
             "an error in: step 3",
             "train.lr_factors: expected a string, found 3",
-            "main/7.png: this is no image",
+            "main/7.png: this is not an image",
         ] {
             assert!(!names("in", message), "{message}");
         }
         assert!(!names("name", "the extension has no `name`"));
         assert!(!names("type", "expected another `type` for this key"));
         for message in [
-            "data/cats/7.png: this is no image",
-            "/home/u/data/cats/7.png: this is no image",
+            "data/cats/7.png: this is not an image",
+            "/home/u/data/cats/7.png: this is not an image",
             "cannot read data/cats, or data/dogs",
             "no images in data/cats.",
         ] {

@@ -88,13 +88,13 @@ fn finish_generate(generate: &mut LmGenerateConfig, _present: &PresentKeys, cx: 
     if is_empty && generate.fill.is_empty() {
         cx.error_at("prompts", "expected texts to continue, or `fill` with gaps to fill");
     }
-    for (key, value, most) in [
+    for (key, value, max) in [
         ("max_new_tokens", generate.max_new_tokens, MAX_NEW_TOKENS),
         ("num_completions", generate.num_completions, MAX_COMPLETIONS),
         ("batch_size", generate.batch_size, MAX_TEXT_BATCH),
     ] {
         cx.check_not_zero(key, value);
-        cx.check_at_most(key, value, most);
+        cx.check_at_most(key, value, max);
     }
     cx.check_in_range("temperature", generate.temperature, 0.0..=100.0);
     cx.check_in_range("top_p", generate.top_p, 0.0..=1.0);

@@ -187,7 +187,7 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     for (key, classes) in containers {
         if let Some(class) = classes.iter().find(|class| !is_known(class)) {
             let message = format!(
-                "`{class}` is no known class of a U-Net's modules: expected {}",
+                "`{class}` is not a known class of a U-Net's modules: expected {}",
                 known_classes()
             );
             cx.error_at(&format!("network_kwargs.{key}"), message);

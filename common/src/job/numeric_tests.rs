@@ -77,7 +77,7 @@ const TRAINER: &[(&str, &str, Keys)] = &[
             ("linear", &[]),
             ("alpha", &["0", "-1"]),
             ("linear_alpha", &["0", "-1"]),
-            // 0 is no LoRA on convolutions.
+            // 0 is not a LoRA on convolutions.
             ("conv", &["0"]),
             ("conv_alpha", &["0", "-1"]),
             ("dropout", &["0"]),

@@ -128,12 +128,12 @@ fn parse_u32(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32>
     parse_value(flag, value, "a whole number from 0", problems)
 }
 
-fn parse_at_most(most: u32, flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
+fn parse_at_most(max: u32, flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
     parse_u32(flag, value, problems).filter(|number| {
-        let fits = *number <= most;
+        let fits = *number <= max;
         if !fits {
             problems.push(format!(
-                "the prompt's flag `--{flag}` expects at most {most}, found {number}"
+                "the prompt's flag `--{flag}` expects at most {max}, found {number}"
             ));
         }
         fits

@@ -79,10 +79,10 @@ impl ReadContext {
         push_finding(&mut self.errors, finding);
     }
 
-    /// Adds an error at a key of the current section if its value is above `most`.
-    pub fn check_at_most(&mut self, key: &str, value: u32, most: u32) {
-        if value > most {
-            self.error_at(key, format!("expected at most {most}, found {value}"));
+    /// Adds an error at a key of the current section if its value is above `max`.
+    pub fn check_at_most(&mut self, key: &str, value: u32, max: u32) {
+        if value > max {
+            self.error_at(key, format!("expected at most {max}, found {value}"));
         }
     }
 
@@ -96,21 +96,21 @@ impl ReadContext {
     /// Adds an error at a key of the current section if its value is outside of `range`.
     pub fn check_in_range(&mut self, key: &str, value: f64, range: RangeInclusive<f64>) {
         if !range.contains(&value) {
-            let (least, most) = range.into_inner();
+            let (min, max) = range.into_inner();
             // Long numbers with an exponent: `{}` writes 1e30 with all its zeros.
             let found = if value.abs() < 1e9 {
                 format!("{value}")
             } else {
                 format!("{value:e}")
             };
-            self.error_at(key, format!("expected a number from {least} to {most}, found {found}"));
+            self.error_at(key, format!("expected a number from {min} to {max}, found {found}"));
         }
     }
 
-    /// Adds an error at a list of the current section if it has more than `most` items.
-    pub fn check_item_count(&mut self, key: &str, count: usize, most: usize) {
-        if count > most {
-            self.error_at(key, format!("expected at most {most} items, found {count}"));
+    /// Adds an error at a list of the current section if it has more than `max` items.
+    pub fn check_item_count(&mut self, key: &str, count: usize, max: usize) {
+        if count > max {
+            self.error_at(key, format!("expected at most {max} items, found {count}"));
         }
     }
 

@@ -57,7 +57,7 @@ impl SamplerName {
         self.name().starts_with("k_")
     }
 
-    /// How often it evaluates the model in so many steps.
+    /// How often it evaluates the model in this many steps.
     #[must_use]
     pub fn evaluations(self, steps: u32) -> u32 {
         match self {

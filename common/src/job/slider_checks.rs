@@ -237,12 +237,12 @@ fn most_sampling_steps(train: &TrainConfig, is_flow: bool) -> u32 {
 
 /// Checks the number of sampling steps from which the noise level of each training step is drawn.
 fn check_sampling(train: &TrainConfig, is_flow: bool, cx: &mut ReadContext) {
-    let (steps, most) = (train.max_denoising_steps, most_sampling_steps(train, is_flow));
-    if steps < 3 || steps > most {
+    let (steps, max) = (train.max_denoising_steps, most_sampling_steps(train, is_flow));
+    if steps < 3 || steps > max {
         let sampler = train.noise_scheduler;
         cx.error_at(
             "train.max_denoising_steps",
-            format!("expected 3 to {most} with `noise_scheduler: {sampler}`, found {steps}: a slider without images samples with so many steps, and trains after some of them"),
+            format!("expected 3 to {max} with `noise_scheduler: {sampler}`, found {steps}: a slider without images samples with this many steps, and trains after some of them"),
         );
     } else if steps > MANY_STEPS {
         cx.warn_at(

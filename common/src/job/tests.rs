@@ -207,7 +207,7 @@ fn secrets_are_not_written_into_the_job() {
     assert_eq!(
         trainer.trigger_word.as_deref(),
         Some("ohwx cat"),
-        "a trigger is no secret"
+        "a trigger is not a secret"
     );
     let keys: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
     assert_eq!(keys, ["meta.hub", "meta.link"]);

@@ -126,7 +126,7 @@ section! {
         noise_offset: f64 = 0.0, Works;
         /// sd-scripts: `noise_offset` is the largest strength; each batch has a random one.
         noise_offset_random_strength: bool = false, Works;
-        /// sd-scripts: so many times the absolute mean of each channel of the latents is added to `noise_offset`, not below 0.
+        /// sd-scripts: this many times the absolute mean of each channel of the latents is added to `noise_offset`, not below 0.
         adaptive_noise_scale: f64 = 0.0, Works;
         /// Shift the noise by half the latents' mean per channel; not that of regularisation sets.
         dynamic_noise_offset: bool = false, Works;
@@ -182,11 +182,11 @@ section! {
         /// sd-scripts' debiased estimation: the loss is divided by the square root of the signal-to-noise ratio (v prediction: by it
         /// plus 1), which counts as at most 1000. Diffusion models only.
         debiased_estimation_loss: bool = false, Works;
-        /// sd-scripts' multi-resolution noise: so many coarser noise tensors are added to the noise; 0: none, 6 to 10 are usual.
+        /// sd-scripts' multi-resolution noise: this many coarser noise tensors are added to the noise; 0: none, 6 to 10 are usual.
         multires_noise_iterations: u32 = 0, Works;
         /// The strength of each of them, as a factor of the one before.
         multires_noise_discount: f64 = 0.3, Works;
-        /// sd-scripts' input perturbation: the noisy latents have so many times more noise, which is not in the target; 0.1 is usual.
+        /// sd-scripts' input perturbation: the noisy latents have this many times more noise, which is not in the target; 0.1 is usual.
         ip_noise_gamma: f64 = 0.0, Works;
         /// That number is the largest; each batch has a random one.
         ip_noise_gamma_random_strength: bool = false, Works;

@@ -189,16 +189,16 @@ pub(super) fn pickle_extension(name: &str) -> Option<&'static str> {
 /// Lists the files of a folder and of its direct subfolders, sorted. Files of component folders are always included, other files
 /// up to a limit.
 fn names_below(folder: &Path) -> Vec<String> {
-    let listed = |folder: &Path, most: usize| {
+    let listed = |folder: &Path, max: usize| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
-        let mut names: Vec<String> = names.filter(|name| !is_hidden(name)).take(most).collect();
+        let mut names: Vec<String> = names.filter(|name| !is_hidden(name)).take(max).collect();
         names.sort();
         names
     };
-    let files_in = |part: &str, most: usize| {
+    let files_in = |part: &str, max: usize| {
         let subfolder = folder.join(part);
-        let files = listed(&subfolder, most)
+        let files = listed(&subfolder, max)
             .into_iter()
             .filter(|name| subfolder.join(name).is_file());
         files.map(|name| format!("{part}/{name}")).collect::<Vec<_>>()
@@ -211,12 +211,12 @@ fn names_below(folder: &Path) -> Vec<String> {
     for part in COMPONENTS {
         names.extend(files_in(part, usize::MAX));
     }
-    let most = names.len() + MAX_OTHER_FILES;
+    let max = names.len() + MAX_OTHER_FILES;
     let beside = listed(folder, MAX_OTHER_FILES).into_iter();
     let (files, others): (Vec<_>, Vec<_>) = beside.partition(|name| folder.join(name).is_file());
     names.extend(files);
     for name in others.iter().filter(|name| !COMPONENTS.contains(&name.as_str())) {
-        names.extend(files_in(name, most.saturating_sub(names.len())));
+        names.extend(files_in(name, max.saturating_sub(names.len())));
     }
     names.into_iter().collect()
 }

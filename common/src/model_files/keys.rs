@@ -323,7 +323,7 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
         return found(Family::of("FLUX.1", ArchName::Flux), "single_transformer_blocks.0.");
     }
     if let Some(side) = names.dim("cap_embedder.1.weight", 0) {
-        // Lumina Image 2 has the same blocks, and no tokens that fill up others.
+        // Lumina Image 2 has the same blocks, and no padding tokens.
         let family = match side {
             3840 => Family::of("Z-Image", ArchName::Zimage),
             _ if names.has("cap_pad_token") => Family::of("Z-Image", ArchName::Zimage),

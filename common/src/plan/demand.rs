@@ -234,8 +234,8 @@ fn image_count(body: &Value) -> f64 {
         })
         .map_or(1, |list| list.len().max(1));
     let repeats = number(body, "/generate/num_repeats").unwrap_or(1.0).max(1.0);
-    let most = number(body, "/generate/max_images").unwrap_or(f64::INFINITY);
-    (prompts as f64 * repeats).min(most).max(1.0)
+    let max = number(body, "/generate/max_images").unwrap_or(f64::INFINITY);
+    (prompts as f64 * repeats).min(max).max(1.0)
 }
 
 #[cfg(test)]

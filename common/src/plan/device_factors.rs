@@ -91,7 +91,7 @@ pub(super) struct Need {
     /// The fraction of the bytes of the held tensors that is in small tensors of an adapter.
     pub(super) small_fraction: f64,
     /// Whether freed memory is returned at once.
-    pub(super) pages_returned: bool,
+    pub(super) returns_freed_memory: bool,
     /// Whether several images are generated.
     pub(super) has_several_images: bool,
 }
@@ -100,7 +100,10 @@ impl Need {
     /// The bytes of the largest phase.
     pub(super) fn bytes(&self, factors: &DeviceFactors) -> f64 {
         let held = factors.weights + (factors.small_tensors - factors.weights) * self.small_fraction;
-        let (retained, fraction) = match (self.pages_returned && factors.returns_pages, self.has_several_images) {
+        let (retained, fraction) = match (
+            self.returns_freed_memory && factors.returns_pages,
+            self.has_several_images,
+        ) {
             (false, _) => factors.retained,
             (true, true) => (factors.split, 0.0),
             (true, false) => (0.0, 0.0),

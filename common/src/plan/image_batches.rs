@@ -34,10 +34,10 @@ impl ImageBatch {
 /// largest images if that is another one.
 #[must_use]
 pub fn largest_batches(batches: impl IntoIterator<Item = ImageBatch>) -> Vec<ImageBatch> {
-    let mut most: Option<[ImageBatch; 2]> = None;
+    let mut max: Option<[ImageBatch; 2]> = None;
     for batch in batches {
-        let [whole, single] = most.unwrap_or([batch; 2]);
-        most = Some([
+        let [whole, single] = max.unwrap_or([batch; 2]);
+        max = Some([
             if batch.all_pixels() > whole.all_pixels() {
                 batch
             } else {
@@ -50,7 +50,7 @@ pub fn largest_batches(batches: impl IntoIterator<Item = ImageBatch>) -> Vec<Ima
             },
         ]);
     }
-    let mut largest = most.map_or_else(Vec::new, Vec::from);
+    let mut largest = max.map_or_else(Vec::new, Vec::from);
     largest.dedup();
     largest
 }

@@ -385,7 +385,7 @@ impl<'a> Job<'a> {
             phases,
             recycled,
             small_fraction,
-            pages_returned: options.pages_returned,
+            returns_freed_memory: options.returns_freed_memory,
             has_several_images: match self.kind {
                 WorkKind::Generation => image_sizes(self.body, self.multiple()).len() > 1,
                 // Samples are made at the end, and usually before it.

@@ -31,7 +31,7 @@ pub(super) fn largest(value: Option<&Value>) -> Option<f64> {
         Some(list) => list
             .iter()
             .filter_map(Value::as_f64)
-            .fold(None, |most: Option<f64>, n| Some(most.map_or(n, |most| most.max(n)))),
+            .fold(None, |max: Option<f64>, n| Some(max.map_or(n, |max| max.max(n)))),
         None => value.as_f64(),
     }
 }

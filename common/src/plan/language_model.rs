@@ -30,7 +30,7 @@ const LOGIT_BYTES: f64 = 67_108_864.0;
 /// Inputs and outputs of the linear layers of a block, in widths.
 const LAYER_WIDTHS: f64 = 24.0;
 /// Steps that are assumed where the config has epochs.
-const USUAL_STEPS: f64 = 1000.0;
+const ASSUMED_STEPS: f64 = 1000.0;
 
 /// What is known of a process of type `lm_trainer`.
 pub(super) struct Estimate {
@@ -44,7 +44,7 @@ pub(super) struct Estimate {
 pub(super) fn estimate(body: &Value, counts: Option<ParameterCounts>) -> Estimate {
     let parameters = counts.map(|counts| counts.denoiser as f64).filter(|count| *count > 0.0);
     let training = Training::new(body, counts.unwrap_or_default());
-    let steps = number(body, "/train/steps").unwrap_or(USUAL_STEPS).max(1.0);
+    let steps = number(body, "/train/steps").unwrap_or(ASSUMED_STEPS).max(1.0);
     let accumulation = number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0);
     Estimate {
         passes: steps * accumulation * training.flops(parameters.unwrap_or(1e9)) / FLOPS_PER_PASS,
@@ -160,7 +160,7 @@ impl<'a> Training<'a> {
             phases: vec![Phase { held: state, transient }],
             recycled: transient,
             small_fraction: 0.0,
-            pages_returned: options.pages_returned,
+            returns_freed_memory: options.returns_freed_memory,
             has_several_images: false,
         }
     }

@@ -23,7 +23,7 @@ pub struct MemoryOptions {
     pub fused_backward: bool,
     /// Freed memory is returned to the operating system immediately. Otherwise it is reused for the next step, which is much
     /// faster on a CPU.
-    pub pages_returned: bool,
+    pub returns_freed_memory: bool,
 }
 
 impl MemoryOptions {
@@ -41,7 +41,7 @@ impl MemoryOptions {
             vae_tiled: true,
             gradient_checkpointing: true,
             fused_backward: true,
-            pages_returned: true,
+            returns_freed_memory: true,
             ..stream_idle_components
         };
         match profile {
@@ -67,7 +67,7 @@ impl MemoryOptions {
             options = Self {
                 sequential_cfg: true,
                 vae_tiled: true,
-                pages_returned: true,
+                returns_freed_memory: true,
                 ..Self::of(MemoryProfile::Balanced)
             };
         }
@@ -89,7 +89,7 @@ impl MemoryOptions {
             vae_tiled: self.vae_tiled || other.vae_tiled,
             gradient_checkpointing: self.gradient_checkpointing || other.gradient_checkpointing,
             fused_backward: self.fused_backward || other.fused_backward,
-            pages_returned: self.pages_returned || other.pages_returned,
+            returns_freed_memory: self.returns_freed_memory || other.returns_freed_memory,
         }
     }
 }

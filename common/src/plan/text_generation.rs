@@ -13,11 +13,11 @@ use serde_json::Value;
 /// Tokens of a prompt that are computed at a time (`engine/src/pipelines/text/generator.rs`).
 const PREFILL_TOKENS: f64 = 512.0;
 /// Tokens of a prompt in a file, which is not read.
-const USUAL_PROMPT: f64 = 512.0;
+const ASSUMED_PROMPT: f64 = 512.0;
 /// Bytes of a token of code.
 const BYTES_PER_TOKEN: f64 = 3.0;
 /// Texts in a file.
-const USUAL_PROMPTS: f64 = 100.0;
+const ASSUMED_PROMPTS: f64 = 100.0;
 /// Rows by which a cache of keys and values grows at least (`engine/src/models/causal_lm/cache.rs`).
 const MIN_GROWTH: f64 = 64.0;
 /// Floating-point operations of a pass of a family without published passes.
@@ -64,7 +64,7 @@ pub(super) fn export_memory(counts: Option<ParameterCounts>) -> Option<MemoryNee
         }],
         recycled: 0.0,
         small_fraction: 0.0,
-        pages_returned: true,
+        returns_freed_memory: true,
         has_several_images: false,
     };
     Some(MemoryNeed::new([[0; 4]; 2], [whole(need.bytes(&CPU)); 4]))
@@ -103,9 +103,14 @@ impl Prompts {
         let count = prompts.len() as f64 + gaps.len() as f64;
         let repeats = number(body, "/generate/num_completions").unwrap_or(1.0).clamp(1.0, 1e6);
         Self {
-            texts: repeats * if is_file { count + USUAL_PROMPTS } else { count.max(1.0) },
+            texts: repeats
+                * if is_file {
+                    count + ASSUMED_PROMPTS
+                } else {
+                    count.max(1.0)
+                },
             longest: if is_file {
-                longest.max(USUAL_PROMPT)
+                longest.max(ASSUMED_PROMPT)
             } else {
                 longest.max(1.0)
             }
@@ -177,7 +182,7 @@ impl Generation<'_> {
             }],
             recycled: transient,
             small_fraction: 0.0,
-            pages_returned: MemoryOptions::of(profile).pages_returned,
+            returns_freed_memory: MemoryOptions::of(profile).returns_freed_memory,
             has_several_images: false,
         }
     }

@@ -261,7 +261,7 @@ impl LanguageShapes {
         shapes.checked_decoder()
     }
 
-    /// Reads the metadata of a GGUF file. `vocabulary`: the rows of its table of embeddings. `None`: it is no decoder.
+    /// Reads the metadata of a GGUF file. `vocabulary`: the rows of its table of embeddings. `None`: it is not a decoder.
     pub(super) fn read_gguf(metadata: &BTreeMap<String, MetadataValue>, vocabulary: u32) -> Option<Self> {
         let MetadataValue::Text(arch) = metadata.get("general.architecture")? else {
             return None;

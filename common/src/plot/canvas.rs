@@ -38,7 +38,7 @@ impl Canvas {
     /// Computes how much of each pixel a line covers, from the pixel's distance to the line.
     fn cover(&self, from: (f64, f64), to: (f64, f64), width: f64, mut each: impl FnMut(usize, usize, f64)) {
         let reach = width / 2.0 + 1.0;
-        let bound = |value: f64, most: usize| value.max(0.0).min(most as f64) as usize;
+        let bound = |value: f64, max: usize| value.max(0.0).min(max as f64) as usize;
         let (x0, x1) = (from.0.min(to.0) - reach, from.0.max(to.0) + reach);
         let (y0, y1) = (from.1.min(to.1) - reach, from.1.max(to.1) + reach);
         let (dx, dy) = (to.0 - from.0, to.1 - from.1);

@@ -72,14 +72,14 @@ impl Curve {
             .filter(|loss| loss.is_finite())
             .collect();
         losses.sort_by(f64::total_cmp);
-        let (least, most) = (*losses.first()?, *losses.last()?);
+        let (min, max) = (*losses.first()?, *losses.last()?);
         let usual = *losses.get(losses.len().saturating_sub(1) * 99 / 100)?;
-        let highest = self.smoothed().iter().map(|(_, loss)| *loss).fold(least, f64::max);
-        let most = most.min(least + (usual - least) * 1.3).max(highest);
-        match most > least {
-            true => Some((least, most)),
+        let highest = self.smoothed().iter().map(|(_, loss)| *loss).fold(min, f64::max);
+        let max = max.min(min + (usual - min) * 1.3).max(highest);
+        match max > min {
+            true => Some((min, max)),
             // All losses are equal; the range must not be empty.
-            false => Some((least - least.abs().max(1e-6) * 0.5, least + least.abs().max(1e-6) * 0.5)),
+            false => Some((min - min.abs().max(1e-6) * 0.5, min + min.abs().max(1e-6) * 0.5)),
         }
     }
 
@@ -170,11 +170,11 @@ mod tests {
             .map(|step| (step, 0.1 + f64::from(step as u32 % 10) / 100.0))
             .collect();
         points[500].1 = 1e6;
-        let (least, most) = curve(&points).losses().unwrap();
-        assert!(least == 0.1 && most < 1e5, "{least} {most}");
+        let (min, max) = curve(&points).losses().unwrap();
+        assert!(min == 0.1 && max < 1e5, "{min} {max}");
         assert_eq!(curve(&[]).losses(), None);
-        let (least, most) = curve(&[(1, 0.0)]).losses().unwrap();
-        assert!(least < most);
+        let (min, max) = curve(&[(1, 0.0)]).losses().unwrap();
+        assert!(min < max);
     }
 
     #[test]

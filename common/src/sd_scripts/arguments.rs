@@ -39,7 +39,7 @@ impl Argument {
     }
 }
 
-/// Splits the arguments of an option. What is no `name=value`, or is there twice, is an error.
+/// Splits the arguments of an option. What is not a `name=value`, or is there twice, is an error.
 pub(super) fn arguments(import: &mut Import<'_>, option: &str) -> Vec<Argument> {
     let mut found: Vec<Argument> = Vec::new();
     let settings = import.settings;

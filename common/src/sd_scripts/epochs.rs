@@ -26,7 +26,7 @@ pub(super) struct CountedSubset {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BucketOptions {
     pub resolution: (u32, u32),
-    pub least: u32,
+    pub min: u32,
     pub largest: u32,
     pub step: u32,
     pub no_upscale: bool,
@@ -118,17 +118,14 @@ fn repeated_images(dataset: &CountedDataset) -> Result<Vec<(PathBuf, u64)>, Stri
 fn bucket_resolutions(options: &BucketOptions) -> Vec<(u32, u32)> {
     let step = options.step.max(1);
     let area = u64::from(options.resolution.0) * u64::from(options.resolution.1);
-    let (least, largest) = (
-        options.least - options.least % step,
-        options.largest.next_multiple_of(step),
-    );
+    let (min, largest) = (options.min - options.min % step, options.largest.next_multiple_of(step));
     let side = ((area as f64).sqrt() as u32) / step * step;
     let mut sizes = vec![(side, side)];
-    let mut width = least.max(step);
+    let mut width = min.max(step);
     while width <= largest {
         let height = u32::try_from(area / u64::from(width)).unwrap_or(u32::MAX) / step * step;
         let height = height.min(largest);
-        if height >= least {
+        if height >= min {
             sizes.extend([(width, height), (height, width)]);
         }
         width += step;
@@ -186,7 +183,7 @@ mod tests {
 
     const OPTIONS: BucketOptions = BucketOptions {
         resolution: (512, 512),
-        least: 256,
+        min: 256,
         largest: 1024,
         step: 64,
         no_upscale: false,

@@ -462,7 +462,7 @@ fn network(fields: &Fields, script: Script, out: &mut Options<'_>) {
         }
         other => {
             let message = format!(
-                "`{}` is no type that aitk trains: it has Standard, Kohya LoCon, Flux1, LyCORIS/LoCon, LyCORIS/LoHa and LyCORIS/LoKr",
+                "`{}` is not a type that aitk trains: it has Standard, Kohya LoCon, Flux1, LyCORIS/LoCon, LyCORIS/LoHa and LyCORIS/LoKr",
                 shortened(other)
             );
             out.error("LoRA_type", message);

@@ -16,7 +16,7 @@ const LEVELS: [f64; 4] = [0.2, 0.4, 0.6, 0.8];
 pub(super) struct Split {
     /// Those that are not trained.
     pub excluded: Vec<PathBuf>,
-    /// Those that are validated: where `share` times the images is no whole number, one of them may be trained, too.
+    /// Those that are validated: where `share` times the images is not a whole number, one of them may be trained, too.
     pub validated: Vec<PathBuf>,
 }
 
@@ -95,8 +95,8 @@ impl HeldOut {
         let steps = import.whole_from("validate_every_n_steps", 1, 0);
         let epochs = import.whole_from("validate_every_n_epochs", 1, 1);
         let batches = import.whole_from("max_validation_steps", 0, u64::MAX);
-        let most = batches.saturating_mul(self.batch_size.max(1));
-        self.items.truncate(usize::try_from(most).unwrap_or(usize::MAX));
+        let max = batches.saturating_mul(self.batch_size.max(1));
+        self.items.truncate(usize::try_from(max).unwrap_or(usize::MAX));
         if self.items.is_empty() {
             return None;
         }

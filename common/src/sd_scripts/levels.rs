@@ -43,13 +43,13 @@ impl<'a> Levels<'a> {
     }
 
     /// A whole number of at least `least`.
-    pub(super) fn whole(&self, name: &str, least: i64, default: i64, errors: &mut Vec<Finding>) -> i64 {
+    pub(super) fn whole(&self, name: &str, min: i64, default: i64, errors: &mut Vec<Finding>) -> i64 {
         match self.value(name) {
-            Some(Value::Whole(number)) if *number >= least => *number,
+            Some(Value::Whole(number)) if *number >= min => *number,
             Some(Value::Whole(number)) => {
                 self.error(
                     name,
-                    format!("expected a whole number from {least}, found {number}"),
+                    format!("expected a whole number from {min}, found {number}"),
                     errors,
                 );
                 default

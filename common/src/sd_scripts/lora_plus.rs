@@ -12,7 +12,7 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     if !import.script.trains_adapter() {
         return rates.factors.clone();
     }
-    // What is no argument is reported with the others of the network.
+    // What is not an argument is reported with the others of the network.
     let given: Vec<Argument> = import
         .settings
         .texts("network_args")

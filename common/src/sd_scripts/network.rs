@@ -439,7 +439,10 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
                 None => String::new(),
             };
             let shown = super::settings::shortened(name);
-            import.error("network_args", format!("`{shown}` is no argument of a network{hint}"));
+            import.error(
+                "network_args",
+                format!("`{shown}` is not an argument of a network{hint}"),
+            );
         }
     }
 }

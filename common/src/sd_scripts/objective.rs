@@ -57,18 +57,18 @@ fn diffusion(import: &mut Import<'_>, train: &mut Section) {
     if settings.flag("debiased_estimation_loss") {
         train.insert("debiased_estimation_loss".into(), json!(true));
     }
-    let least = import.whole_from("min_timestep", 0, 0);
+    let min = import.whole_from("min_timestep", 0, 0);
     let end = import.whole_from("max_timestep", 0, 1000);
     let end = if end == 0 { 1000 } else { end };
-    if least >= end || end > 1000 {
+    if min >= end || end > 1000 {
         import.error(
             "max_timestep",
-            format!("expected min_timestep < max_timestep <= 1000, found {least} and {end}"),
+            format!("expected min_timestep < max_timestep <= 1000, found {min} and {end}"),
         );
-    } else if (least, end) != (0, 1000) {
+    } else if (min, end) != (0, 1000) {
         // sd-scripts draws from min_timestep to max_timestep - 1; aitk's index counts from the most noise.
         train.insert("min_denoising_steps".into(), json!(1000 - end));
-        train.insert("max_denoising_steps".into(), json!(999 - least));
+        train.insert("max_denoising_steps".into(), json!(999 - min));
     }
 }
 

@@ -257,7 +257,7 @@ const DATA: &[OptionRow] = &[
     row("in_json", Text, "", ALL, Translated("`datasets[].captions_file`, of the images in train_data_dir")),
     row("dataset_repeats", Whole, "1", ALL, Translated("`datasets[].num_repeats` of data set configs")),
     row("dataset_class", Text, "", ALL, refused("aitk runs no code of a config")),
-    row("resolution", Size, "", ALL, Translated("`datasets[].resolution`: the side of a square of the same area; without buckets, if it is no square: `datasets[].size`")),
+    row("resolution", Size, "", ALL, Translated("`datasets[].resolution`: the side of a square of the same area; without buckets, if it is not a square: `datasets[].size`")),
     row("enable_bucket", Flag, "false", ALL, Translated("`datasets[].buckets`")),
     row("bucket_no_upscale", Flag, "false", ALL, Translated("always on: with buckets, aitk does not enlarge images")),
     row("min_bucket_reso", Whole, "256", ALL, NoInfluence("aitk's buckets have the area of the resolution, at the ratio of the image")),
@@ -295,7 +295,7 @@ const DATA: &[OptionRow] = &[
     row("validation_seed", Whole, "", LORA, Translated(VALIDATION_SEED)),
     row("validate_every_n_steps", Whole, "", LORA, Translated("`train.validation_config.validate_every_n_steps`; wins over validate_every_n_epochs")),
     row("validate_every_n_epochs", Whole, "1", LORA, Translated("`train.validation_config.validate_every_n_steps`: epochs times the steps of an epoch")),
-    row("max_validation_steps", Whole, "", LORA, Translated("`train.validation_config.validation_items`: at most so many batches of images")),
+    row("max_validation_steps", Whole, "", LORA, Translated("`train.validation_config.validation_items`: at most this many batches of images")),
 ];
 
 #[rustfmt::skip]
@@ -304,7 +304,7 @@ const SAVING: &[OptionRow] = &[
     row("output_name", Text, "last", ALL, Translated("`config.name`")),
     row("save_every_n_steps", Whole, "", ALL, Translated("`save.save_every`")),
     row("save_every_n_epochs", Whole, "", ALL, Translated("`save.save_every`: epochs times the steps of an epoch")),
-    row("save_n_epoch_ratio", Whole, "", ALL, Translated("`save.save_every`: at least so many saves")),
+    row("save_n_epoch_ratio", Whole, "", ALL, Translated("`save.save_every`: at least this many saves")),
     row("save_last_n_steps", Whole, "", ALL, Translated("`save.max_step_saves_to_keep`, else 0: all")),
     row("save_last_n_epochs", Whole, "", ALL, Translated("`save.max_step_saves_to_keep`, else 0: all")),
     row("save_precision", Choice(&["float", "fp16", "bf16"]), "the weights' own", ALL, Translated("`save.dtype`")),

@@ -38,12 +38,12 @@ impl Import<'_> {
     }
 
     /// A whole number of at least `least`, or the default. Another one is an error.
-    pub(super) fn whole_from(&mut self, option: &str, least: i64, default: u64) -> u64 {
+    pub(super) fn whole_from(&mut self, option: &str, min: i64, default: u64) -> u64 {
         match self.settings.whole(option) {
             None => default,
-            Some(number) if number >= least => u64::try_from(number).unwrap_or(default),
+            Some(number) if number >= min => u64::try_from(number).unwrap_or(default),
             Some(number) => {
-                self.error(option, format!("expected a whole number from {least}, found {number}"));
+                self.error(option, format!("expected a whole number from {min}, found {number}"));
                 default
             }
         }

@@ -134,7 +134,7 @@ fn read(import: &mut Import<'_>, prompts: Prompts) -> Vec<Prompt> {
     let found = match ending {
         "txt" => Ok(lines(import, &text)),
         "toml" => parse_toml(&text, &file).map(|table| of_toml(&table)),
-        // A list is no object, so it becomes one.
+        // A list is not an object, so it becomes one.
         "json" => parse_json(&format!("{{\"prompts\":{text}}}"), &file).map(|table| of_list(import, &table)),
         _ => {
             import.error(

@@ -92,7 +92,7 @@ impl Script {
             .ok_or_else(|| {
                 let names: Vec<&str> = Self::ALL.into_iter().map(Self::name).collect();
                 format!(
-                    "`{}` is no script that can be imported; known: {}",
+                    "`{}` is not a script that can be imported; known: {}",
                     name.escape_debug(),
                     names.join(", ")
                 )

@@ -189,7 +189,7 @@ fn resolution(
         };
         let options = BucketOptions {
             resolution: (width, height),
-            least: side_of("min_bucket_reso", 256, &mut import.errors),
+            min: side_of("min_bucket_reso", 256, &mut import.errors),
             largest: side_of("max_bucket_reso", 1024, &mut import.errors),
             step: side_of("bucket_reso_steps", 64, &mut import.errors),
             no_upscale: levels.flag("bucket_no_upscale"),
@@ -212,8 +212,8 @@ fn resolution(
         };
         let problem = if width.max(height) > largest {
             Some(contradiction("max_bucket_reso", options.largest, "larger"))
-        } else if width.min(height) < options.least - options.least % options.step {
-            Some(contradiction("min_bucket_reso", options.least, "smaller"))
+        } else if width.min(height) < options.min - options.min % options.step {
+            Some(contradiction("min_bucket_reso", options.min, "smaller"))
         } else {
             None
         };

@@ -240,9 +240,9 @@ fn check_arrays(state: &State) -> Result<(), String> {
         }
     }
     for (id, array) in &arrays {
-        let most = array.at_most.map_or(usize::MAX, |most| most as usize);
-        if array.running.len() + array.ready.len() > most {
-            return Err(format!("more than {most} of the array {id} run or may start"));
+        let max = array.at_most.map_or(usize::MAX, |max| max as usize);
+        if array.running.len() + array.ready.len() > max {
+            return Err(format!("more than {max} of the array {id} run or may start"));
         }
         if !array.over_limit.is_empty() && array.can_admit() {
             return Err(format!(

@@ -10,7 +10,7 @@ use aitk_common::control_plane::UnixMillis;
 /// connection. Only the order of magnitude matters: it is compared with hours of work.
 pub(super) const FETCH_SECONDS: f64 = 60.0;
 /// Passes ([`aitk_common::plan::demand::Demand::passes`]) that are assumed for a job without a prediction: a thousand steps.
-pub(super) const USUAL_PASSES: f64 = 4000.0;
+pub(super) const ASSUMED_PASSES: f64 = 4000.0;
 
 /// Why a job does not start now on a device on which it fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +100,7 @@ pub(super) fn passes_left(job: &Job) -> f64 {
         .requirements
         .demand
         .as_ref()
-        .map_or(USUAL_PASSES, |demand| demand.passes());
+        .map_or(ASSUMED_PASSES, |demand| demand.passes());
     let done = job.progress.map_or(0.0, |progress| {
         if progress.total == 0 {
             0.0

@@ -339,7 +339,7 @@ impl State {
     /// Requeues a job after a failure of the network or of a model hub. Such an outage can last hours and is not the fault of
     /// the job or the device, so failures count only after `Settings::network_timeout`.
     fn network_failed(&mut self, changes: &mut Changes, id: &JobId, message: String) {
-        let (backoff, most) = (self.settings.network_backoff, self.settings.backoff_limit);
+        let (backoff, max) = (self.settings.network_backoff, self.settings.backoff_limit);
         let timeout = self.settings.network_timeout;
         let Some(job) = self.jobs.get_mut(id) else { return };
         let outage = job.network_outage.get_or_insert(NetworkOutage {
@@ -352,18 +352,18 @@ impl State {
             return self.retry(changes, id, reason, CountsAsFailure::Yes);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);
-        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(most));
+        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(max));
     }
 
     /// Requeues a job after a failure of the coordinator's own storage, with exponential backoff. It never counts as a failure
     /// of the job.
     fn storage_failed(&mut self, changes: &mut Changes, id: &JobId, message: String) {
-        let (backoff, most) = (self.settings.backoff, self.settings.backoff_limit);
+        let (backoff, max) = (self.settings.backoff, self.settings.backoff_limit);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let doublings = job.storage_failures.min(16);
         job.storage_failures = job.storage_failures.saturating_add(1);
         let reason = format!("{}: {message}", failure_label(FailureCause::Storage));
-        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(most));
+        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(max));
     }
 
     /// Puts a job back into the queue, to start after `wait`; stops it if its time limit is used up.

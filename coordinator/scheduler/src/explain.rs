@@ -1,7 +1,7 @@
 //! Finds out why a job waits and on which devices it could run, with the checks that placement uses.
 
 use super::class_fits::device_fit;
-use super::eligibility::{Obstacle, USUAL_PASSES, passes_left};
+use super::eligibility::{ASSUMED_PASSES, Obstacle, passes_left};
 use super::messages::{MAX_AHEAD, NO_WORKER, fit_line, job_status, no_device, not_this_device, wait_reason};
 use super::model::{ArrayMembership, Job, Preemption, QueueState, Requirements, SlotId, Worker};
 use super::placement::{is_gpu, seconds_until};
@@ -335,7 +335,7 @@ impl State {
         let units = requirements
             .demand
             .as_ref()
-            .map_or(USUAL_PASSES, |demand| demand.passes());
+            .map_or(ASSUMED_PASSES, |demand| demand.passes());
         let subject = Subject {
             needs: &needs,
             owner: &requirements.owner,
@@ -451,7 +451,7 @@ fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_>
     }
     WaitReason::Retry {
         number: u64::from(job.failures.max(1)) + 1,
-        most: u64::from(job.requirements.retries) + 1,
+        max: u64::from(job.requirements.retries) + 1,
         seconds,
         last,
     }

@@ -53,16 +53,16 @@ impl State {
             config_bytes,
         } = self.settings.user_limits;
         let waiting = self.users.get(owner).map_or(0, |user| user.waiting as u64);
-        if let Some(most) = waiting_jobs.filter(|most| waiting.saturating_add(jobs) > *most) {
+        if let Some(max) = waiting_jobs.filter(|max| waiting.saturating_add(jobs) > *max) {
             return Err(Refusal::LimitExceeded(format!(
-                "user {owner} has {waiting} waiting jobs and wants {jobs} more; at most {most} may wait \
+                "user {owner} has {waiting} waiting jobs and wants {jobs} more; at most {max} may wait \
                  (`--user-waiting-jobs` of the coordinator): submit again when some have started, or `aitk stop` some"
             )));
         }
         let stored = self.config_bytes.get(owner).copied().unwrap_or(0);
-        if let Some(most) = config_bytes.filter(|most| stored.saturating_add(bytes) > *most) {
+        if let Some(max) = config_bytes.filter(|max| stored.saturating_add(bytes) > *max) {
             return Err(Refusal::LimitExceeded(format!(
-                "the configs of user {owner}'s jobs have {stored} bytes and would get {bytes} more; at most {most} are kept \
+                "the configs of user {owner}'s jobs have {stored} bytes and would get {bytes} more; at most {max} are kept \
                  (`--user-config-mib` of the coordinator): submit smaller configs, or have old jobs forgotten \
                  (`--keep-jobs-days`)"
             )));

@@ -144,9 +144,9 @@ impl State {
         let total = rows.len() as u64;
         let is_ended = |position: &ListPosition| matches!(position, ListPosition::Ended(_));
         let active = rows.iter().filter(|(position, _)| !is_ended(position)).count();
-        let most = active.saturating_add(max_ended_shown(query.all, query.limit, ENDED_SHOWN));
+        let max = active.saturating_add(max_ended_shown(query.all, query.limit, ENDED_SHOWN));
         if query.array.is_none() {
-            keep_first_rows(&mut rows, most);
+            keep_first_rows(&mut rows, max);
         }
         if let Some(after) = query.after {
             rows.retain(|(position, _)| *position > after);
@@ -215,11 +215,11 @@ impl State {
     }
 }
 
-/// Keeps the first `most` rows, unsorted.
-fn keep_first_rows(rows: &mut Vec<(ListPosition, &JobId)>, most: usize) {
-    if rows.len() > most {
-        rows.select_nth_unstable_by_key(most, |(position, _)| *position);
-        rows.truncate(most);
+/// Keeps the first `max` rows, unsorted.
+fn keep_first_rows(rows: &mut Vec<(ListPosition, &JobId)>, max: usize) {
+    if rows.len() > max {
+        rows.select_nth_unstable_by_key(max, |(position, _)| *position);
+        rows.truncate(max);
     }
 }
 

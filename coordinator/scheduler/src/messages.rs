@@ -34,10 +34,10 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
         WaitReason::UncountedRetry { seconds, last } => format!("tried again in {seconds} s; before: {last}"),
         WaitReason::Retry {
             number,
-            most,
+            max,
             seconds,
             last,
-        } => format!("try {number} of {most} in {seconds} s; before: {last}"),
+        } => format!("try {number} of {max} in {seconds} s; before: {last}"),
         WaitReason::StorageFull { free, reserved } => {
             let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
             format!(

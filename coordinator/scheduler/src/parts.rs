@@ -3,7 +3,7 @@
 
 use super::changes::Changes;
 use super::class_fits::device_fit;
-use super::eligibility::{FETCH_SECONDS, USUAL_PASSES, passes_left};
+use super::eligibility::{ASSUMED_PASSES, FETCH_SECONDS, passes_left};
 use super::model::{ClassId, Job, Preemption, QueueState, SlotId};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
@@ -42,7 +42,7 @@ fn total_passes(job: &Job) -> f64 {
     job.requirements
         .demand
         .as_ref()
-        .map_or(USUAL_PASSES, |demand| demand.passes())
+        .map_or(ASSUMED_PASSES, |demand| demand.passes())
 }
 
 impl State {

@@ -214,7 +214,7 @@ impl State {
             user.waiting += 1;
             return index;
         }
-        let least = self
+        let min = self
             .users
             .values()
             .filter(|user| !idle(user))
@@ -224,7 +224,7 @@ impl State {
         let entry = self.users.entry(owner.clone());
         let index = entry.index();
         let user = entry.or_default();
-        user.device_millis = user.device_millis.max(least);
+        user.device_millis = user.device_millis.max(min);
         user.waiting += 1;
         index
     }

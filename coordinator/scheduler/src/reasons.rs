@@ -28,7 +28,7 @@ pub(super) enum WaitReason<'a> {
     /// The next try after a failure that counts.
     Retry {
         number: u64,
-        most: u64,
+        max: u64,
         seconds: u128,
         last: &'a str,
     },

@@ -17,10 +17,10 @@ impl State {
     /// The number of parts into which a job of this many images is split now; 1: it is not split.
     #[must_use]
     pub fn part_count(&self, requirements: &Requirements, images: u64, split: Split) -> u64 {
-        let most = images.min(MAX_ARRAY_MEMBERS as u64).max(1);
+        let max = images.min(MAX_ARRAY_MEMBERS as u64).max(1);
         match split {
-            Split::Parts(parts) => u64::from(parts).clamp(1, most),
-            Split::Auto => self.useful_parts(requirements).clamp(1, most),
+            Split::Parts(parts) => u64::from(parts).clamp(1, max),
+            Split::Auto => self.useful_parts(requirements).clamp(1, max),
         }
     }
 

@@ -40,14 +40,14 @@ impl RefusalBudget {
             self.since = Some(now);
             self.used.clear();
         }
-        let most = if by.is_empty() {
+        let max = if by.is_empty() {
             MAX_UNAUTHENTICATED
         } else {
             MAX_REFUSALS
         };
         let used = self.used.entry(by.to_owned()).or_default();
         *used = used.saturating_add(1);
-        *used <= most
+        *used <= max
     }
 }
 

@@ -29,10 +29,10 @@ pub(crate) enum AccessError {
     )]
     NotYours(String),
     #[error(
-        "{name} has registered as {most} workers already. A machine keeps its id in its --data-dir: keep that folder, or let \
+        "{name} has registered as {max} workers already. A machine keeps its id in its --data-dir: keep that folder, or let \
          this machine join under another name"
     )]
-    TooManyWorkers { name: UserName, most: usize },
+    TooManyWorkers { name: UserName, max: usize },
     #[error("cannot read or write a record of a token or worker as JSON: {0}")]
     Record(serde_json::Error),
     #[error(transparent)]

@@ -52,7 +52,7 @@ impl Access {
             self.record_audit(line);
             return Err(AccessError::TooManyWorkers {
                 name: who.name.clone(),
-                most: MAX_WORKERS,
+                max: MAX_WORKERS,
             });
         }
         let document = AdminRecord {

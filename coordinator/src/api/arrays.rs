@@ -141,7 +141,7 @@ impl JobsApi {
         let array = NewArray {
             id,
             name,
-            at_most: Some(request.at_most).filter(|most| *most > 0),
+            at_most: Some(request.at_most).filter(|max| *max > 0),
             split: false,
             idempotency_key,
             members,
@@ -168,7 +168,7 @@ impl JobsApi {
         worked.map_err(Status::invalid_argument)
     }
 
-    /// Checks that this user may submit so many more jobs and bytes, before anything is stored. A refusal is recorded
+    /// Checks that this user may submit this many more jobs and bytes, before anything is stored. A refusal is recorded
     /// in the audit log.
     pub(super) async fn check_limits(
         &self,
@@ -274,12 +274,12 @@ impl JobsApi {
         }
         let mut line = who.audit_line(self.0.clock.now(), "job.submit", array.id.as_str());
         line.detail = AuditLine::quote(&format!("{} ({} members)", array.name, array.members.len()));
-        let payloads: Vec<_> = array
+        let job_configs: Vec<_> = array
             .members
             .iter()
             .map(|job| (job.id.clone(), job.payload.clone()))
             .collect();
-        let submitted = self.store_then_submit(payloads, || {
+        let submitted = self.store_then_submit(job_configs, || {
             self.submit_event(Box::new(line), |ticket| Event::ArraySubmitted {
                 ticket,
                 array: Box::new(array),
@@ -292,19 +292,19 @@ impl JobsApi {
     /// transaction stays small. If the submission is refused, the configs are removed again.
     pub(super) async fn store_then_submit<F>(
         &self,
-        payloads: Vec<(JobId, Arc<Payload>)>,
+        job_configs: Vec<(JobId, Arc<Payload>)>,
         submit: impl FnOnce() -> F,
     ) -> Result<SubmissionReceipt, Status>
     where
         F: Future<Output = Result<Reply, Status>>,
     {
-        let mut texts: Vec<JobText> = payloads
+        let mut texts: Vec<JobText> = job_configs
             .first()
             .and_then(|(_, first)| JobText::shared(first))
             .into_iter()
             .collect();
         if !texts.is_empty() {
-            texts.extend(payloads.into_iter().map(|(id, payload)| JobText {
+            texts.extend(job_configs.into_iter().map(|(id, payload)| JobText {
                 id: id.to_string(),
                 text: payload.job_json.clone(),
             }));

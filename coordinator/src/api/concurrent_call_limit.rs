@@ -139,8 +139,8 @@ impl CallLimiter {
             Kind::Read => Some((&self.answers, MAX_ANSWERS.0, "answers that are not read yet")),
         };
         let answer = match answer {
-            Some((answers, most, what)) => {
-                Some(wait_for_permit(answers, &who.name, self.permit_timeout, (most, what)).await?)
+            Some((answers, max, what)) => {
+                Some(wait_for_permit(answers, &who.name, self.permit_timeout, (max, what)).await?)
             }
             None => None,
         };
@@ -186,7 +186,7 @@ impl CallLimiter {
     }
 }
 
-/// Waits for one of `most` permits.
+/// Waits for one of `max` permits.
 ///
 /// # Errors
 /// When no permit became free in time.
@@ -194,12 +194,12 @@ async fn wait_for_permit(
     all: &TransferLimiter,
     who: &UserName,
     timeout: Duration,
-    (most, what): (usize, &str),
+    (max, what): (usize, &str),
 ) -> Result<TransferPermit, Status> {
     match tokio::time::timeout(timeout, all.permit(who)).await {
         Ok(permit) => permit.map_err(|_| Status::unavailable("the coordinator is shutting down")),
         Err(_) => Err(Status::resource_exhausted(format!(
-            "no slot became free within {} s: user {who} may have {most} {what} at once, and all users together a few times as many; end some, \
+            "no slot became free within {} s: user {who} may have {max} {what} at once, and all users together a few times as many; end some, \
              and try again",
             timeout.as_secs()
         ))),

@@ -171,8 +171,8 @@ impl Jobs for JobsApi {
         };
         let mut line = who.audit_line(self.0.clock.now(), "job.submit", id.as_str());
         line.detail = AuditLine::quote(&job.name);
-        let payloads = vec![(id, job.payload.clone())];
-        let submitted = self.store_then_submit(payloads, || {
+        let job_configs = vec![(id, job.payload.clone())];
+        let submitted = self.store_then_submit(job_configs, || {
             self.submit_event(Box::new(line), |ticket| Event::JobSubmitted {
                 ticket,
                 job: Box::new(job),
@@ -505,12 +505,12 @@ fn approximate_bytes(view: &JobView) -> usize {
     view.name.len() + view.reason.len() + 300 + attempts.sum::<usize>()
 }
 
-/// Returns one page: the rows after the position in `token`, until the answer is full or has `most` rows (0: no
+/// Returns one page: the rows after the position in `token`, until the answer is full or has `max` rows (0: no
 /// limit), and the token of the next page.
 pub(super) fn paginate<T, W: From<T> + Message>(
     rows: Vec<T>,
     token: &str,
-    most: u32,
+    max: u32,
 ) -> Result<(Vec<W>, String), Status> {
     let skip: usize = match token {
         "" => 0,
@@ -521,7 +521,7 @@ pub(super) fn paginate<T, W: From<T> + Message>(
     let all = rows.len();
     let (mut wire, mut bytes): (Vec<W>, _) = (Vec::new(), 0);
     for row in rows.into_iter().skip(skip) {
-        if bytes >= REPLY_BYTES || (most > 0 && wire.len() >= most as usize) {
+        if bytes >= REPLY_BYTES || (max > 0 && wire.len() >= max as usize) {
             break;
         }
         let row = W::from(row);

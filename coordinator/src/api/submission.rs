@@ -94,7 +94,7 @@ impl JobsApi {
                 }
                 error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }) => {
                     return Err(Status::invalid_argument(format!(
-                        "inputs: {snapshot}, given for {path}, is no snapshot: {}",
+                        "inputs: {snapshot}, given for {path}, is not a snapshot: {}",
                         error_chain(&error)
                     )));
                 }

@@ -49,13 +49,13 @@ pub(crate) enum UploadLimitExceeded {
         "what user {who} has sent and is sending has {} in the object storage, this blob has {}, and a user may have {} there \
          (`--user-stored-gib` of the coordinator): remove jobs whose data is not needed any more (`aitk rm`), or wait until what \
          no job names is removed, an hour or two after it was sent",
-        gib(*in_use), gib(*bytes), gib(*most)
+        gib(*in_use), gib(*bytes), gib(*max)
     )]
     User {
         who: UserName,
         in_use: u64,
         bytes: u64,
-        most: u64,
+        max: u64,
     },
 }
 
@@ -227,17 +227,17 @@ impl BlobAccess {
                 .map(UploadReservation::Worker)
                 .ok_or(UploadLimitExceeded::Worker { bytes });
         }
-        let Some(most) = self.max_stored else {
+        let Some(max) = self.max_stored else {
             return Ok(UploadReservation::Unlimited);
         };
-        let pending = self.uploads.reserve(&owner_key(who), &blobs.sent, bytes, most);
+        let pending = self.uploads.reserve(&owner_key(who), &blobs.sent, bytes, max);
         pending
             .map(UploadReservation::User)
             .map_err(|in_use| UploadLimitExceeded::User {
                 who: who.name.clone(),
                 in_use,
                 bytes,
-                most,
+                max,
             })
     }
 

@@ -2,8 +2,8 @@
 
 use super::handle::AdapterHandle;
 use super::keys::TensorRole;
+use super::lora::LoraTensors;
 use super::names::NamedLayers;
-use super::tensors::LoraTensors;
 use super::weight_adapter::WeightAdapter;
 use crate::families::AdapterNames;
 use crate::nn::NormAdapter;

@@ -6,7 +6,7 @@ use super::file_layer::{FileLayer, Reader, RoleTensors};
 use super::keys::TensorRole;
 use super::loha::LohaTensors;
 use super::lokr::LokrTensors;
-use super::lora_file::read_lora;
+use super::lora::read_lora;
 use super::oft::read_oft;
 use super::whole_layer::read_whole;
 use std::sync::Arc;

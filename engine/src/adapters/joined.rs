@@ -5,8 +5,8 @@
 //! different `down` matrices write them below each other, and the `up` matrices as blocks of one matrix; there each part uses
 //! only its own block.
 
+use super::lora::LoraTensors;
 use super::names::NamedLayers;
-use super::tensors::LoraTensors;
 use candle_core::{Result, Tensor};
 
 /// Splits the tensors of a file's layer: one LoRA for each of `named.layers`. `up` has as many rows as they have together.

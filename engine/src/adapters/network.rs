@@ -3,8 +3,8 @@
 use super::adapter_file::AdapterFile;
 use super::difference::{DenseLayer, Difference};
 use super::handle::AdapterHandle;
-use super::layer::Dropout;
 use super::load::{attach_adapter, index_layers};
+use super::lora::Dropout;
 use super::lora::Lora;
 use super::names::{LayerIndex, LayerKey, flatten, old_prefix, saved_name, toolkit_name};
 use super::ranks::{LayerRank, Rank, ranks_of};
@@ -37,7 +37,7 @@ pub struct AdapterConfig {
     pub dropout: Dropout,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,
-    /// Layers whose name contains one of these strings are no targets. Takes precedence over `only_if_contains`.
+    /// Layers whose name contains one of these strings are not targets. Takes precedence over `only_if_contains`.
     pub ignore_if_contains: Vec<String>,
     /// Targets whose name contains one of these strings, also norms, and convolutions whatever their kernel, are trained as whole
     /// differences of weight and bias ([`Difference`]), whatever the type of the network.
@@ -124,7 +124,7 @@ impl AdapterConfig {
         names.is_some_and(|names| self.norms || self.full_if_contains.iter().any(|text| names.contain(text)))
     }
 
-    /// How a layer of a part with this path and weight shape is trained; `None` if it is no target. `of_file`: the ranks of the layers
+    /// How a layer of a part with this path and weight shape is trained; `None` if it is not a target. `of_file`: the ranks of the layers
     /// of a file, which alone are targets.
     fn target(
         &self,

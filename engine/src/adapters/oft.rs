@@ -30,7 +30,7 @@ struct OftTensors {
     constraint: f64,
 }
 
-/// Reads the tensors of a layer. `None`: they are no OFT.
+/// Reads the tensors of a layer. `None`: they are not a OFT.
 pub(super) fn read_oft(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
     let blocks = found.get(TensorRole::OftBlocks)?;
     let dims = blocks.dims().to_vec();

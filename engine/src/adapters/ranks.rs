@@ -1,8 +1,8 @@
 //! Ranks of layers that differ from those of their network: of `network.layer_ranks`, or of the layers of a LoRA file.
 
 use super::adapter_file::AdapterFile;
+use super::lora::LoraTensors;
 use super::names::{LayerIndex, LayerKey};
-use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use std::collections::BTreeMap;
 

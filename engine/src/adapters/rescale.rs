@@ -2,8 +2,8 @@
 
 use super::adapter_file::AdapterFile;
 use super::keys::{ParsedKey, TensorRole, parse_key};
+use super::lora::LoraTensors;
 use super::save::is_finite;
-use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
 use aitk_common::job::extract::ScaleTarget;

@@ -2,7 +2,7 @@
 
 use super::file_layer::FileLayer;
 use super::handle::AdapterHandle;
-use super::layer::Dropout;
+use super::lora::Dropout;
 use super::weight_adapter::WeightAdapter;
 use crate::families::{AdapterNames, PartRole};
 use crate::rng::TorchGenerator;

@@ -11,7 +11,7 @@ mod sd3;
 mod text_models;
 
 use crate::device::Compute;
-use crate::device::allocator::FreePages;
+use crate::device::allocator::FreedMemory;
 use crate::error::Result;
 use crate::families::{sd1, sdxl};
 use aitk_common::job::QType;
@@ -271,7 +271,7 @@ impl Benchmark {
     /// When the device fails.
     pub fn measure(&self, compute: &Compute, duration: Duration, ready: impl FnOnce()) -> Result<Measurement> {
         // Like a job with enough memory.
-        FreePages::Retain.apply();
+        FreedMemory::Retain.apply();
         let mut run = (self.make)(compute)?;
         ready();
         let mut timed = || {

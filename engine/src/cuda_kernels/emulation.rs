@@ -444,8 +444,8 @@ fn norm_backward(launch: &Launch, args: &Args<'_>) -> Result<()> {
 /// The probabilities of a row of scores, as a function.
 fn probabilities(scores: &Input<'_>, row: usize, keys: usize) -> impl Fn(usize) -> f32 {
     let at = row * keys;
-    let most = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
-    let max = (0..keys).map(|i| scores.get(at + i)).fold(f32::NEG_INFINITY, most);
+    let max = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
+    let max = (0..keys).map(|i| scores.get(at + i)).fold(f32::NEG_INFINITY, max);
     let sum = sum((0..keys).map(|i| (scores.get(at + i) - max).exp()));
     move |i| match max == f32::NEG_INFINITY {
         true => 0.0,
@@ -544,7 +544,7 @@ fn encode(
     bounds: usize,
     block: usize,
 ) {
-    let largest = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let largest = values.iter().fold(0.0f32, |max, x| max.max(x.abs()));
     absmax.set(block, largest);
     let factors = match largest {
         0.0 => [1.0, 1.0],

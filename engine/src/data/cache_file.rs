@@ -28,7 +28,7 @@ fn texts(fields: &Map<String, Value>) -> BTreeMap<String, String> {
     fields.iter().map(|(key, value)| (key.clone(), text(value))).collect()
 }
 
-/// Whether the data of a safetensors file have the hash that its metadata hold. `None`: it is no safetensors file, or it has
+/// Whether the data of a safetensors file have the hash that its metadata hold. `None`: it is not a safetensors file, or it has
 /// no hash.
 pub(super) fn is_intact(bytes: &[u8]) -> Option<bool> {
     let (header, metadata) = safetensors::SafeTensors::read_metadata(bytes).ok()?;

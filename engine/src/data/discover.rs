@@ -58,7 +58,7 @@ pub fn discover(path: &Path, short_captions: bool, stay_in_folder: bool) -> Resu
     read_json_listing(path, short_captions, allowed_paths)
 }
 
-/// The position of a file's suffix among those of images. `None`: it is no image.
+/// The position of a file's suffix among those of images. `None`: it is not an image.
 pub(super) fn suffix_rank(path: &Path) -> Option<usize> {
     let suffix = path.extension()?.to_str()?.to_lowercase();
     IMAGE_SUFFIXES.iter().position(|known| *known == suffix)

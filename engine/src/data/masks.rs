@@ -63,7 +63,7 @@ impl MaskOptions {
 /// Checks the header of an image's mask file.
 ///
 /// # Errors
-/// When the file is no image, or its aspect ratio differs from the image's.
+/// When the file is not an image, or its aspect ratio differs from the image's.
 pub(super) fn check_mask_file(mask: &Path, image: &Path) -> Result<()> {
     check_aspect_ratio(mask, image_io::dimensions(mask)?, image_io::dimensions(image)?)
 }

@@ -12,14 +12,14 @@ const PURGE_DELAY: c_int = 15;
 
 /// What mimalloc does with free pages, in the whole process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FreePages {
+pub enum FreedMemory {
     /// They stay with the process.
     Retain,
     /// They are returned to the operating system at once.
     Release,
 }
 
-impl FreePages {
+impl FreedMemory {
     /// Sets mimalloc's option.
     #[expect(unsafe_code, reason = "calls a function of mimalloc's C library")]
     pub fn apply(self) {

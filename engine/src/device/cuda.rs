@@ -12,7 +12,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result
 /// The number of CUDA devices.
 ///
 /// # Errors
-/// Why the driver cannot be used; a machine without a device is no error.
+/// Why the driver cannot be used; a machine without a device is not an error.
 pub(super) fn count() -> Result<u32, String> {
     match CudaContext::device_count() {
         Ok(count) => Ok(u32::try_from(count).unwrap_or(0)),
@@ -87,9 +87,9 @@ pub(super) fn end_phase(index: u32) -> Option<DevicePeak> {
     unsafe {
         let pool = result::device::get_mem_pool(device).ok()?;
         let read = |attribute| {
-            let mut most = 0_u64;
-            result::mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;
-            Some(most)
+            let mut max = 0_u64;
+            result::mem_pool::get_attribute(pool, attribute, (&raw mut max).cast()).ok()?;
+            Some(max)
         };
         let attributes = [
             sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,

@@ -24,7 +24,7 @@ pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a model of another family, or a file that is no base model. The command line checks this before it submits a
+/// Refuses a model of another family, or a file that is not a base model. The command line checks this before it submits a
 /// job, but a job may come from another client.
 pub(super) fn check_family(path: &Path, arch: ArchName) -> Result<()> {
     let identity = model_files::identify(&Inventory::open(path));

@@ -18,7 +18,7 @@ const MAX_WIDTH: usize = 1 << 16;
 /// The most characters of a word.
 const MAX_WORD_CHARS: usize = 100;
 
-/// The names of the vectors in a file for so many text encoders.
+/// The names of the vectors in a file for this many text encoders.
 #[must_use]
 pub fn embedding_names(encoders: usize) -> &'static [&'static str] {
     match encoders {
@@ -48,13 +48,13 @@ impl LearnedEmbedding {
     /// suffix.
     ///
     /// # Errors
-    /// When it cannot be read or is no textual inversion.
+    /// When it cannot be read or is not a textual inversion.
     pub fn read(path: &Path) -> Result<Self> {
         let index = Index::open(path)?;
         let tensors: Vec<(&str, &[usize])> = index.tensors().collect();
         let wrong = |why: &str| {
             EngineError::bad_input(format!(
-                "{}: this is no textual inversion: {why}; expected `{NAME}` or one tensor of [vectors, features], or for SDXL `{}` and \
+                "{}: this is not a textual inversion: {why}; expected `{NAME}` or one tensor of [vectors, features], or for SDXL `{}` and \
                  `{}`",
                 path.display(),
                 NAMES_OF_TWO[0],

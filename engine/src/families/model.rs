@@ -147,7 +147,7 @@ pub trait Model: Send + Debug {
         self.encode_prompts(&vec![Prompt::default(); count])
     }
 
-    /// The vectors of the first `count` tokens of a text in each text encoder, filled up with those of `*`: the initial ones of a
+    /// The vectors of the first `count` tokens of a text in each text encoder, padded with those of `*`: the initial ones of a
     /// textual inversion. [count, width] each, float32.
     ///
     /// # Errors

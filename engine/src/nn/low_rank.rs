@@ -16,7 +16,7 @@ pub(super) struct FusedLora {
 }
 
 impl FusedLora {
-    /// `None` where layer and adapter cannot be fused: the adapter is no low-rank change, or the layer itself is
+    /// `None` where layer and adapter cannot be fused: the adapter is not a low-rank change, or the layer itself is
     /// trained.
     pub(super) fn try_new(
         weight: &Weight,

@@ -51,8 +51,8 @@ impl Settings {
         if !self.relative_step {
             return lr;
         }
-        let most = if self.warmup_init { 1e-6 * step as f64 } else { 1e-2 };
-        most.min(1.0 / (step as f64).sqrt())
+        let max = if self.warmup_init { 1e-6 * step as f64 } else { 1e-2 };
+        max.min(1.0 / (step as f64).sqrt())
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 struct Group {
     /// Their positions in the list of all.
     members: Vec<usize>,
-    /// Their learning rate is so many times the schedule's.
+    /// Their learning rate is this many times the schedule's.
     factor: f64,
     optimizer: Box<dyn Optimizer>,
 }

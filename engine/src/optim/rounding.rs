@@ -147,7 +147,7 @@ mod tests {
             let up = f32::from_bits((value.to_bits() & 0xFFFF_0000) + 0x1_0000);
             assert!(found.iter().all(|x| *x == down || *x == up), "{value}");
             let mean = found.iter().map(|x| f64::from(*x)).sum::<f64>() / COUNT as f64;
-            // Five standard deviations of the mean of so many choices between two numbers.
+            // Five standard deviations of the mean of this many choices between two numbers.
             let deviation = f64::from((up - down).abs()) * 0.5 / (COUNT as f64).sqrt();
             assert!((mean - f64::from(value)).abs() < 5.0 * deviation, "{value}: {mean}");
         }

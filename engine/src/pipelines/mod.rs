@@ -77,7 +77,7 @@ impl<'a> Pipeline<'a> {
     /// its timestep.
     ///
     /// # Errors
-    /// As [`Pipeline::text_to_image`], or when there are not so many steps.
+    /// As [`Pipeline::text_to_image`], or when there are fewer steps.
     pub fn sample_partly(
         &self,
         request: &GenerateRequest,

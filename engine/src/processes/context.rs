@@ -4,7 +4,7 @@ use super::events::{EventSink, OutputRequests, StopSignal};
 use super::log_file::LogFile;
 use crate::adapters::{LoadedAdapter, adapted_layers, load_lora};
 use crate::device::Compute;
-use crate::device::allocator::FreePages;
+use crate::device::allocator::FreedMemory;
 use crate::error::{EngineError, Result};
 use crate::families::{
     self, LearnedEmbedding, LoadOptions, LoadedCodec, Model, PartRole, TextEmbeddings, TextEncoders, WeightChanges,
@@ -156,7 +156,7 @@ impl Context<'_> {
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
         }
         .changing(changes);
-        FreePages::Release.apply();
+        FreedMemory::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         let mut recovery = None;
         if let (Some(adapter), Some(quantization)) =
@@ -205,8 +205,8 @@ impl Context<'_> {
             }
             None => model.codec_path().map_or(path, Path::to_path_buf),
         };
-        if !options.memory_options.pages_returned {
-            FreePages::Retain.apply();
+        if !options.memory_options.returns_freed_memory {
+            FreedMemory::Retain.apply();
         }
         if config.compile || config.block_compile {
             self.log("info", COMPILE_NOTE);
@@ -245,7 +245,7 @@ impl Context<'_> {
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
         };
         // Their memory is returned to the system before the model is loaded.
-        FreePages::Release.apply();
+        FreedMemory::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         let mut encoders = families::load_text_encoders(&path, config.arch.name, &options)?;
         for (place, word) in self.words(config)? {
@@ -302,7 +302,7 @@ impl Context<'_> {
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
         };
         // Its memory is returned to the system before the model is loaded.
-        FreePages::Release.apply();
+        FreedMemory::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         let vae = config.vae_path.as_ref().map(|vae| self.local_path(vae)).transpose()?;
         families::load_codec(&path, config.arch.name, vae.as_deref(), options)

@@ -1,7 +1,7 @@
 //! Checks the processes of language models before they start.
 
 use super::context::Context;
-use super::train::in_place_attempt;
+use super::in_place::in_place_attempt;
 use super::{LogFile, OutputRequests, StopSignal, lm_export, lm_generate, lm_train};
 use crate::error::Result;
 use aitk_common::job::{JobSpec, Process, ProcessKind};

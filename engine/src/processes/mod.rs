@@ -10,6 +10,7 @@ mod extract;
 mod generate;
 mod image_generator;
 mod img2img;
+mod in_place;
 mod job_metadata;
 mod language_model_check;
 mod language_model_part;
@@ -27,10 +28,14 @@ mod rescale_lora;
 #[allow(clippy::unwrap_used)]
 mod rescale_lora_tests;
 mod result_file;
+mod run_folder;
 mod save_dtype;
+mod save_files;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod shipped_example_tests;
+mod step_recorder;
+mod tensorboard;
 #[cfg(test)]
 mod tests;
 mod train;

@@ -90,7 +90,7 @@ impl Progress {
     }
 
     /// Reports the same progress again if the last report is [`KEEP_ALIVE_INTERVAL`] old: one image or step may take longer
-    /// than the worker waits for a sign of life.
+    /// than the worker waits for an event.
     pub(super) fn keep_alive(&mut self, cx: &mut Context<'_>, done: u64, total: u64) {
         let is_recent = |report: Instant| report.elapsed() < KEEP_ALIVE_INTERVAL;
         if !self.last_report.is_some_and(is_recent) {

@@ -92,7 +92,7 @@ pub(super) fn quantize(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u
     let blocks: Vec<(f32, Vec<u8>)> = values
         .par_chunks(per_scale.max(1))
         .map(|block| {
-            let absmax = block.iter().fold(0f32, |most, value| most.max(value.abs()));
+            let absmax = block.iter().fold(0f32, |max, value| max.max(value.abs()));
             let scale = (absmax / largest).max(MIN_SCALE);
             let scaled = block.iter().map(|value| value / scale);
             let codes = match qtype {

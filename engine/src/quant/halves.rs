@@ -20,7 +20,7 @@ pub(crate) enum HalfFormat {
 
 impl HalfFormat {
     /// Writes the numbers, each with its low byte first, as float32. The slices have the same length.
-    // Inlined, so that it is compiled for the vector unit of the caller.
+    // Inlined, so that it is compiled for the instruction set of the caller.
     #[inline(always)]
     pub(crate) fn widen(self, from: &[[u8; 2]], to: &mut [f32]) {
         match self {
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
     use half::bf16;
 
-    /// Every number of 16 bits, and slices whose length is no multiple of the lanes.
+    /// Every number of 16 bits, and slices whose length is not a multiple of the lanes.
     #[test]
     fn every_number_is_widened_exactly() {
         let bits: Vec<u16> = (0..=u16::MAX).collect();

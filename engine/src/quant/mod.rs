@@ -7,7 +7,7 @@
 //! | `float8` | e4m3 (no infinities), a scale per output: absmax / 448 | 4 bytes per output |
 //! | `nf4` | 4 bits of the normal-float table, a scale per 64 weights: absmax (Dettmers et al. 2023, QLoRA) | 4 bytes per 64 |
 //! | `q8_0` | GGUF: 8 bits, a half-float scale per 32 | |
-//! | `q4_k` | GGUF: 4 bits in super-blocks of 256; rows that are no multiple of 256 take `q8_0` | |
+//! | `q4_k` | GGUF: 4 bits in super-blocks of 256; rows that are not a multiple of 256 take `q8_0` | |
 //!
 //! These formats are quantised here. Weights that are quantised in their files stay as they are: other block formats of
 //! GGUF, float8 with or without scales, and the 4 and 8 bits of bitsandbytes.

@@ -96,7 +96,7 @@ impl<'a> StoredRows<'a> {
 
     /// Writes the numbers of a row from `start` on, which is a multiple of 256. `to` ends with the row, or its length is a multiple of
     /// 256 too.
-    // Inlined, so that it is compiled for the vector unit of the caller.
+    // Inlined, so that it is compiled for the instruction set of the caller.
     #[inline(always)]
     pub(crate) fn read(&self, output: usize, start: usize, to: &mut [f32]) {
         let at = output * self.inputs + start;

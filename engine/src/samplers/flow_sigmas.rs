@@ -24,7 +24,7 @@ pub(super) enum FlowShift {
 }
 
 impl FlowShift {
-    /// The shift of `scheduler_config.json` for an image of so many tokens.
+    /// The shift of `scheduler_config.json` for an image of this many tokens.
     ///
     /// # Errors
     /// When a value is missing or wrong.
@@ -158,7 +158,7 @@ impl FlowSigmas {
     }
 }
 
-/// The timesteps of a sampler of so many steps, with the shift of `scheduler_config.json` for an image of so many tokens: what
+/// The timesteps of a sampler of this many steps, with the shift of `scheduler_config.json` for an image of this many tokens: what
 /// training draws from with `timestep_type: shift`.
 ///
 /// # Errors

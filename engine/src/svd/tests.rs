@@ -55,10 +55,10 @@ fn singular_values_and_factors_are_those_of_the_matrix() {
             );
         }
         for rank in [1, 5, 23] {
-            let (lost, least) = (lost(&matrix, &svd, rank), norm(&values[rank..]));
+            let (lost, min) = (lost(&matrix, &svd, rank), norm(&values[rank..]));
             assert!(
-                (lost - least).abs() < 1e-4 * least + 1e-6,
-                "rank {rank}: {lost}, at best {least}"
+                (lost - min).abs() < 1e-4 * min + 1e-6,
+                "rank {rank}: {lost}, at best {min}"
             );
             let (up, down) = svd.factors(rank).unwrap();
             assert_eq!((up.dims(), down.dims()), (&[rows, rank][..], &[rank, columns][..]));
@@ -81,12 +81,9 @@ fn a_few_singular_vectors_are_found_without_the_others() {
             let iterated = krylov::largest(&gram(&matrix).unwrap(), rank).is_some();
             assert!(iterated || values == &flat, "rank {rank} is not found by the iteration");
             let svd = Svd::largest(&matrix, rank).unwrap();
-            let least = norm(&values[rank.min(values.len())..]);
+            let min = norm(&values[rank.min(values.len())..]);
             let lost = lost(&matrix, &svd, rank);
-            assert!(
-                lost <= least * (1.0 + 1e-4) + 1e-5,
-                "rank {rank}: {lost}, at best {least}"
-            );
+            assert!(lost <= min * (1.0 + 1e-4) + 1e-5, "rank {rank}: {lost}, at best {min}");
             assert_eq!(svd.factors(rank).unwrap().0.dims(), [rows, rank]);
         }
     }

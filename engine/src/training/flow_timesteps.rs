@@ -23,12 +23,12 @@ pub enum FlowTimesteps {
     Shift(Box<SamplerParams>),
     /// Three quarters log-normal, drawn anew for each micro-batch, and a quarter even. Whole numbers.
     LognormBlend,
-    /// Those of a sampler of so many steps, shifted as the scheduler's config says. Each item takes one step of it with the model
+    /// Those of a sampler of this many steps, shifted as the scheduler's config says. Each item takes one step of it with the model
     /// before its loss is computed, so that it is trained on what sampling gives (`next_sample`).
     NextSample(Box<SamplerParams>, u32),
     /// The entries of a table, shifted.
     Shifted(Box<Self>, FlowShift),
-    /// The even table, of which only the entries where a sampler of so many steps would be are trained: 1, 2, 4 or 8.
+    /// The even table, of which only the entries where a sampler of this many steps would be are trained: 1, 2, 4 or 8.
     FewSteps(u32),
 }
 

@@ -37,7 +37,7 @@ pub struct LossOptions {
     pub signal_amplification: f64,
     /// `do_guidance_loss`: how the target moves away from the unconditional prediction.
     pub guidance: Option<GuidanceLoss>,
-    /// `differential_guidance_scale`, if it is on: the difference between prediction and target is so many times as large.
+    /// `differential_guidance_scale`, if it is on: the difference between prediction and target is this many times as large.
     pub differential_guidance: Option<f64>,
     /// `t0_loss_target`: the clean latents (x0) that the predictions imply are compared.
     pub x0: Option<X0Loss>,

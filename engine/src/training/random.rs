@@ -34,7 +34,7 @@ pub struct NoiseOptions {
     pub offset: f64,
     /// `noise_offset_random_strength`: that strength is the largest.
     pub random_offset: bool,
-    /// `adaptive_noise_scale`: so many times the absolute mean of each channel of the latents is added to that strength.
+    /// `adaptive_noise_scale`: this many times the absolute mean of each channel of the latents is added to that strength.
     pub adaptive_offset: f64,
     /// The factor of the noise.
     pub multiplier: f64,
@@ -42,17 +42,17 @@ pub struct NoiseOptions {
     pub blurred: bool,
     /// `dynamic_noise_offset`: half the mean of each channel of the latents is added.
     pub dynamic_offset: bool,
-    /// `optimal_noise_pairing_samples`: of so many noise tensors per item, the one nearest to its latents is taken.
+    /// `optimal_noise_pairing_samples`: of this many noise tensors per item, the one nearest to its latents is taken.
     pub pairing_samples: u32,
     /// `force_consistent_noise`: an item has the same noise each time.
     pub consistent: bool,
-    /// `signal_correction_noise_scale`, if it is on: so many times the latents are added, times `randn` per item and channel.
+    /// `signal_correction_noise_scale`, if it is on: this many times the latents are added, times `randn` per item and channel.
     pub signal_correction: Option<f64>,
     /// `batch_noise_correction_scale`, if it is on: the same of another item's latents.
     pub batch_correction: Option<f64>,
-    /// `multires_noise_iterations` and `multires_noise_discount`: so many coarser noise tensors are added, each so many times the one before.
+    /// `multires_noise_iterations` and `multires_noise_discount`: this many coarser noise tensors are added, each this many times the one before.
     pub multires: Option<(u32, f64)>,
-    /// `ip_noise_gamma`: so many times other noise is in the noisy latents alone.
+    /// `ip_noise_gamma`: this many times other noise is in the noisy latents alone.
     pub input: f64,
     /// `ip_noise_gamma_random_strength`: that number is the largest.
     pub random_input: bool,
@@ -206,7 +206,7 @@ pub(super) fn draw_noise(
 /// Latents [b, c, h, w] at a quarter of their size, scaled back, minus the latents (`toolkit/util/blended_blur_noise.py` of ai-toolkit).
 ///
 /// # Errors
-/// When they are no latents of images.
+/// When they are not latents of images.
 fn blur_difference(latents: &Tensor) -> Result<Tensor> {
     let (items, channels, height, width) = latents.dims4()?;
     let planes = latents.reshape((items * channels, height, width))?;
@@ -325,7 +325,7 @@ fn nearest_noise(count: u32, generator: &mut TorchGenerator, latents: &Tensor) -
         let noise = generator.randn(elements);
         let squares = noise.iter().zip(&values).map(|(a, b)| f64::from(a - b).powi(2));
         let distance = squares.sum::<f64>();
-        if best.as_ref().is_none_or(|(least, _)| distance < *least) {
+        if best.as_ref().is_none_or(|(min, _)| distance < *min) {
             best = Some((distance, noise));
         }
     }

@@ -15,7 +15,7 @@ pub struct SwappedParameters {
 }
 
 impl SwappedParameters {
-    /// A share of parameters with so many elements each. `seed`: that of the run.
+    /// A share of parameters with this many elements each. `seed`: that of the run.
     ///
     /// # Errors
     /// When no parameter would ever be trained.

@@ -57,8 +57,8 @@ struct TokenLoss {
 
 /// The number of tokens of a chunk.
 fn chunk_tokens(vocabulary: usize) -> usize {
-    let [least, most] = CHUNK_TOKENS;
-    (CHUNK_NUMBERS / vocabulary.max(1)).clamp(least, most)
+    let [min, max] = CHUNK_TOKENS;
+    (CHUNK_NUMBERS / vocabulary.max(1)).clamp(min, max)
 }
 
 impl TokenLoss {
@@ -77,8 +77,8 @@ impl TokenLoss {
         mut each: impl FnMut(&[f32], &mut [f32], &[u32], &[u32]) -> Result<()>,
     ) -> Result<()> {
         let vocabulary = weight.len() / width.max(1);
-        let most = chunk_tokens(vocabulary).min(self.positions.len());
-        let (mut states, mut logits) = (vec![0f32; most * width], vec![0f32; most * vocabulary]);
+        let max = chunk_tokens(vocabulary).min(self.positions.len());
+        let (mut states, mut logits) = (vec![0f32; max * width], vec![0f32; max * vocabulary]);
         for (positions, targets) in self.chunks(vocabulary) {
             let tokens = positions.len();
             let (states, logits) = (&mut states[..tokens * width], &mut logits[..tokens * vocabulary]);

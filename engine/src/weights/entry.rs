@@ -25,7 +25,7 @@ impl Entry {
         self.view.as_ref().map_or(&self.shape, |view| &view.stored_shape)
     }
 
-    /// The elements of the stored tensor that this one consists of, in order. `None` if they are no ranges: a transpose.
+    /// The elements of the stored tensor that this one consists of, in order. `None` if they are not ranges: a transpose.
     pub(super) fn elements(&self) -> Option<Vec<Range<usize>>> {
         let shape = self.stored_shape();
         let Some(view) = &self.view else {

@@ -253,7 +253,7 @@ mod tests {
                 .metadata()
                 .contains(&("general.architecture".into(), "llama".into()))
         );
-        for (dtype, most) in types {
+        for (dtype, max) in types {
             let read = index.read(&format!("{dtype:?}"), DType::F32, &Device::Cpu).unwrap();
             let read = read.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             let error = read
@@ -261,7 +261,7 @@ mod tests {
                 .zip(&numbers)
                 .map(|(a, b)| (a - b).abs())
                 .fold(0.0, f32::max);
-            assert!(error <= most, "{dtype:?}: {error}");
+            assert!(error <= max, "{dtype:?}: {error}");
         }
     }
 

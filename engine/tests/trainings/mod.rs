@@ -51,7 +51,7 @@ pub(crate) enum Training {
 }
 
 impl Training {
-    /// Two types of adapters that are no LoRA, in a random form: four seeds in a row have each type twice.
+    /// Two types of adapters that are not LoRA, in a random form: four seeds in a row have each type twice.
     pub(crate) fn others(seed: u64) -> [Self; 2] {
         let r = &mut Random(TorchGenerator::manual_seed(1000 + seed));
         [seed, seed + 1].map(|number| {

@@ -156,7 +156,7 @@ pub fn choose(found: Vec<Device>, choice: &DeviceSelection) -> Result<Vec<Device
                 if chosen.iter().any(|known| known.id == *requested) {
                     continue;
                 }
-                // It is no device of the machine, and exists only where it is selected.
+                // It is not a device of the machine, and exists only where it is selected.
                 if requested.is_portable() {
                     chosen.push(cpu::portable_device());
                     continue;

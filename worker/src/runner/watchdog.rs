@@ -192,7 +192,7 @@ impl Watchdog {
         match usual {
             Some(usual) if phase == "training" => format!(" (usually a step takes {})", format_duration(usual)),
             Some(usual) => format!(
-                " in the phase `{phase}` (usually a sign of life comes every {})",
+                " in the phase `{phase}` (usually an event comes every {})",
                 format_duration(usual)
             ),
             None => format!(" in the phase `{phase}`, which has shown no progress yet"),
@@ -263,7 +263,7 @@ mod tests {
             found
         }
 
-        /// Trains for twenty steps of so many seconds.
+        /// Trains for twenty steps of this many seconds.
         fn train(&mut self, seconds: u64) {
             self.phase("training");
             for done in 0..20 {

@@ -509,7 +509,7 @@ impl Session {
     }
 }
 
-/// The time that uploading so many bytes may take.
+/// The time that uploading this many bytes may take.
 fn upload_time(bytes: u64) -> Duration {
     Duration::from_secs(bytes.div_ceil(MIN_UPLOAD_RATE))
 }

@@ -103,7 +103,7 @@ impl Hub {
     /// that runs in place or a repository of the list; models fetched with it are stored separately.
     ///
     /// # Errors
-    /// [`HubError`]. An unreachable hub is no error if the model is cached: at the commit of the job or, if the job
+    /// [`HubError`]. An unreachable hub is not an error if the model is cached: at the commit of the job or, if the job
     /// names none, the version that was fetched last.
     pub(crate) async fn fetch(
         &self,

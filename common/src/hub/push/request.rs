@@ -61,7 +61,7 @@ impl Requests {
         self.client.post(url).bearer_auth(&self.token).timeout(TIME_LIMIT)
     }
 
-    /// Makes a repository. One that exists is no error.
+    /// Makes a repository. One that exists is not an error.
     pub(super) async fn create(&self, url: &str, body: &serde_json::Value) -> Result<(), PushError> {
         let request = || self.post(url).json(body);
         let answer = self.send(url, &request).await?;
@@ -146,7 +146,7 @@ impl Requests {
         }
     }
 
-    /// The body of a response that is no refusal.
+    /// The body of a response that is not a refusal.
     pub(super) async fn check(&self, answer: Response) -> Result<Vec<u8>, PushError> {
         let (status, url) = (answer.status(), answer.url().clone());
         let asked = retry_after(&answer);

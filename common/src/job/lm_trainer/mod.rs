@@ -46,7 +46,7 @@ section! {
         datasets [required]: Vec<LmDatasetConfig> = Vec::new(), Works;
         /// Tokens of a row: longer documents are split into documents of this length.
         context: u32 = 1024, Works;
-        /// Put several documents into a row. A token attends only to its own document. False: a row for each document, filled up to the longest
+        /// Put several documents into a row. A token attends only to its own document. False: a row for each document, padded to the longest
         /// one of its batch.
         packing: bool = true, Works;
         /// Share of the documents that are trained as fill-in-the-middle: prefix, suffix, middle.

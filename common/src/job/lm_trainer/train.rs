@@ -60,7 +60,7 @@ section! {
 const DEFAULT_STEPS: u64 = 1000;
 
 impl LmTrainConfig {
-    /// The total number of steps of a training with so many steps in an epoch.
+    /// The total number of steps of a training with this many steps in an epoch.
     #[must_use]
     pub fn total_steps(&self, steps_per_epoch: u64) -> u64 {
         match self.epochs {
@@ -81,12 +81,12 @@ fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext
         cx.check_not_zero("epochs", epochs);
         cx.check_at_most("epochs", epochs, MAX_EPOCHS);
     }
-    for (key, value, most) in [
+    for (key, value, max) in [
         ("batch_size", train.batch_size, MAX_BATCH),
         ("gradient_accumulation", train.gradient_accumulation, MAX_ACCUMULATION),
     ] {
         cx.check_not_zero(key, value);
-        cx.check_at_most(key, value, most);
+        cx.check_at_most(key, value, max);
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("min_lr", train.min_lr, 0.0..=MAX_FACTOR);

@@ -44,7 +44,7 @@ impl<'a> Keys<'a> {
         for section in root.entries().unwrap_or_default() {
             if !SECTIONS.contains(&section.key.as_str()) {
                 let message = format!(
-                    "is no section of a universal training config; expected {}",
+                    "is not a section of a universal training config; expected {}",
                     SECTIONS.map(|name| format!("`{name}`")).join(", ")
                 );
                 keys.errors.push(finding(file, section.mark, &section.key, message));
@@ -66,7 +66,7 @@ impl<'a> Keys<'a> {
                 } else if KNOWN.contains(&entry.key.as_str()) || WITHOUT_EFFECT.contains(&entry.key.as_str()) {
                     keys.found.insert(&entry.key, (path, entry));
                 } else {
-                    let message = "is no key that is known; remove it, or write the config as an `lm_trainer` job (`aitk help code-models`)";
+                    let message = "is not a known key; remove it, or write the config as an `lm_trainer` job (`aitk help code-models`)";
                     keys.errors.push(finding(file, entry.mark, &path, message));
                 }
             }

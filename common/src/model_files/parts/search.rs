@@ -371,7 +371,7 @@ impl<'a> Search<'a> {
             _ => "it has none of their folders and files".to_owned(),
         };
         Err(format!(
-            "{} is no text encoder of {}: {found}. Expected one of: {}",
+            "{} is not a text encoder of {}: {found}. Expected one of: {}",
             path.display(),
             self.family.name,
             titles.join(", ")

@@ -83,7 +83,7 @@ fn parts_are_found_by_their_tensors_and_missing_ones_are_named() {
     );
     paths.text_encoder = Some(at("extras/a.safetensors"));
     let other = flux_parts(&model, &paths).unwrap_err();
-    assert!(other.contains("is no T5") && other.contains(VAE), "{other}");
+    assert!(other.contains("is not a T5") && other.contains(VAE), "{other}");
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn stable_diffusion_3_takes_text_encoders_from_one_place_and_works_without_t5() 
     paths.text_encoder = Some(at("ae.safetensors"));
     let wrong = sd3_parts(&model, &paths).unwrap_err();
     assert!(
-        wrong.contains("ae.safetensors is no text encoder of Stable Diffusion 3.5: it has") && wrong.contains(VAE),
+        wrong.contains("ae.safetensors is not a text encoder of Stable Diffusion 3.5: it has") && wrong.contains(VAE),
         "{wrong}"
     );
 }
@@ -314,7 +314,7 @@ fn stable_diffusion_3_takes_text_encoders_from_folders() {
     std::fs::create_dir(at("empty")).unwrap();
     let error = sd3_parts(&model, &given(at("empty"))).unwrap_err();
     assert!(
-        error.contains("empty is no text encoder of Stable Diffusion 3.5"),
+        error.contains("empty is not a text encoder of Stable Diffusion 3.5"),
         "{error}"
     );
 }
@@ -362,7 +362,10 @@ fn z_image_takes_a_language_model_and_its_tokenizer() {
     write(&at("llama.safetensors"), &["model.layers.0.self_attn.q_proj.weight"]);
     paths.text_encoder = Some(at("llama.safetensors"));
     let error = parts(&paths).unwrap_err();
-    assert!(error.contains("llama.safetensors is no Qwen3 text encoder"), "{error}");
+    assert!(
+        error.contains("llama.safetensors is not a Qwen3 text encoder"),
+        "{error}"
+    );
     // A family all of whose parts are in its own files.
     let error = super::model_parts(ArchName::Sd1, &model, &paths).unwrap_err();
     assert!(error.contains("`arch: sd1` has no parts from elsewhere"), "{error}");

@@ -19,7 +19,7 @@ impl Job<'_> {
         let [guided, other] = self.family.prompt_tokens;
         let transformer = &self.shapes.transformer;
         match transformer.kind {
-            // Shorter prompts are not filled up.
+            // Shorter prompts are not padded.
             TransformerKind::ZImage => prompt_tokens.min(guided),
             _ if transformer.guidance => guided,
             _ => other,
@@ -127,7 +127,7 @@ impl Job<'_> {
                 self.with_text(walk, whole(of_language), pooled, latents, CAPTION_TOKENS)
             }
             _ => {
-                // CLIP's tokens are filled up with zeros to the features of the language model's.
+                // CLIP's tokens are padded with zeros to the features of the language model's.
                 let joined = of_clip.map(|text| {
                     let wide = walk.with_features(&text, features);
                     match &of_language {

@@ -113,7 +113,7 @@ impl Job<'_> {
             false => self.optimizer.step_copies.max(GPU_STEP_COPIES),
         };
         let update = clipped + step_copies * largest;
-        let gaps = match backend.is_cpu() && !checkpointed && options.pages_returned {
+        let gaps = match backend.is_cpu() && !checkpointed && options.returns_freed_memory {
             true => GAPS_RETURNED,
             false => 1.0,
         };

@@ -495,7 +495,7 @@ impl Builder {
         }
     }
 
-    /// A tensor that is in the model's files and is no parameter: it is never trained, quantised or streamed.
+    /// A tensor that is in the model's files and is not a parameter: it is never trained, quantised or streamed.
     pub(super) fn buffer(&mut self, elements: f64) {
         self.weights.parameters += elements;
         self.weights.resident += elements * self.options.width;

@@ -23,7 +23,7 @@ impl Meter {
         self.flops.get()
     }
 
-    /// Counts the FLOPs of so many multiplications, each with an addition.
+    /// Counts the FLOPs of this many multiplications, each with an addition.
     pub(super) fn multiply(&self, multiplications: f64) {
         self.flops.set(self.flops.get() + 2.0 * multiplications);
     }

@@ -13,7 +13,7 @@ use super::tokens::Rotary;
 use crate::plan::shapes::TransformerShapes;
 use std::rc::Rc;
 
-/// Tokens of images and of captions are filled up to multiples of this number.
+/// Tokens of images and of captions are padded to multiples of this number.
 const MULTIPLE: f64 = 32.0;
 /// Features of the hidden layer of the timestep's embedding.
 const TIME_HIDDEN: f64 = 1024.0;

@@ -71,7 +71,7 @@ fn mistakes_of_training_configs_are_named() {
         ),
         (
             "network_args = [\"conv_dimm=4\"]",
-            "`conv_dimm` is no argument of a network; did you mean `conv_dim`?",
+            "`conv_dimm` is not an argument of a network; did you mean `conv_dim`?",
         ),
         (
             "network_args = [\"down_lr_weight=sinus\"]",
@@ -285,7 +285,7 @@ fn mistakes_of_presets_are_named() {
         (
             "\"Kohya LoCon\"",
             "\"LyCORIS/BOFT\"",
-            "`LyCORIS/BOFT` is no type that aitk trains",
+            "`LyCORIS/BOFT` is not a type that aitk trains",
         ),
         (
             "\"LoRA_type\": \"Kohya LoCon\",",

@@ -98,8 +98,8 @@ fn random_configs_are_errors_or_valid_jobs() {
     for case in 0..cases {
         let script = *random.of(&Script::ALL);
         let mut text = base(script);
-        let (pool, most) = if case % 2 == 0 { (&translated, 4) } else { (&rows, 12) };
-        random.options(pool, most, &mut text);
+        let (pool, max) = if case % 2 == 0 { (&translated, 4) } else { (&rows, 12) };
+        random.options(pool, max, &mut text);
         if random.below(3) == 0 && !text.contains("dataset_config") {
             text.push_str("dataset_config = \"random.toml\"\n");
             let mut data = String::new();

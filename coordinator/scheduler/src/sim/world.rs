@@ -600,7 +600,7 @@ impl World {
         self.stats.stated_memory += u64::from(job.requirements.memory.is_some());
         self.stats.stated_profile += u64::from(job.requirements.profile.is_some());
         let places = self.state.slots.iter().map(|(_, slot)| slot.running.len());
-        self.stats.shared += u64::from(places.max().is_some_and(|most| most > 1));
+        self.stats.shared += u64::from(places.max().is_some_and(|max| max > 1));
     }
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Array {
 impl Array {
     /// Whether the limit allows one more member to wait for a device.
     pub(crate) fn can_admit(&self) -> bool {
-        let most = self.at_most.map_or(usize::MAX, |most| most as usize);
-        self.running.len() + self.ready.len() < most
+        let max = self.at_most.map_or(usize::MAX, |max| max as usize);
+        self.running.len() + self.ready.len() < max
     }
 }

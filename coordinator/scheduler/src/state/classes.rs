@@ -146,14 +146,10 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
     if let Some(requested) = needs.memory.filter(|requested| *requested > budget) {
         return Err(FitError::RequestedMemory { budget, requested });
     }
-    let no_larger_than = |most: MemoryProfile| {
-        MemoryProfile::on(on_cpu)
-            .into_iter()
-            .skip_while(move |one| *one != most)
-    };
+    let no_larger_than = |max: MemoryProfile| MemoryProfile::on(on_cpu).into_iter().skip_while(move |one| *one != max);
     let tried: Vec<MemoryProfile> = match (needs.profile, needs.max_profile) {
         (Some(profile), _) => vec![profile],
-        (None, Some(most)) => no_larger_than(most).collect(),
+        (None, Some(max)) => no_larger_than(max).collect(),
         (None, None) => MemoryProfile::on(on_cpu).to_vec(),
     };
     let Some(predicted) = needs.predicted else {

@@ -48,7 +48,7 @@ async fn a_submission_may_only_reference_stored_inputs() {
         .insert("./data".into(), ContentHash::of(b"no list").to_hex());
     let error = within(jobs.submit(request)).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
-    assert!(error.message().contains("is no snapshot"), "{error}");
+    assert!(error.message().contains("is not a snapshot"), "{error}");
 
     put(&coordinator.blobs(), &contents[1]).await;
     within(jobs.submit(submission_with("a", &snapshot))).await.unwrap();

@@ -1,6 +1,6 @@
 //! Joins the LoRAs of layers that are one layer in another program: the reverse of `joined.rs`.
 
-use super::super::tensors::LoraTensors;
+use super::super::lora::LoraTensors;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// The LoRA of a layer that consists of these, in the order of their rows; `None`: a layer without a LoRA, with its number of rows. If

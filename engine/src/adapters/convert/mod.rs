@@ -17,9 +17,9 @@ use super::dora;
 use super::file_layer::{FileLayer, Site};
 use super::handle::AdapterHandle;
 use super::load::check_fits;
+use super::lora::LoraTensors;
 use super::names::{LayerIndex, LayerKey, NamedLayers};
 use super::save::is_finite;
-use super::tensors::LoraTensors;
 use super::whole_layer::WHOLE_LAYER;
 use crate::error::{EngineError, Result};
 use crate::families::{self, AdapterNames};
@@ -154,7 +154,7 @@ fn arch_of(model: &Path) -> Result<ArchName> {
         )),
         other => match model_files::check_supported(&model.display().to_string(), ArchName::Sd1, other) {
             Err(refusal) => EngineError::Unsupported(refusal.to_string()),
-            Ok(()) => EngineError::bad_input(format!("{} is no model", model.display())),
+            Ok(()) => EngineError::bad_input(format!("{} is not a model", model.display())),
         },
     })
 }

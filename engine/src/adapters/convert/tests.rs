@@ -146,7 +146,7 @@ fn every_dialect_is_converted_to_every_other() {
                 assert!(converted.unknown.is_empty() && converted.layers > 10, "{what}");
                 let new = dir.path().join("x.safetensors");
                 write(&converted, &new);
-                // A scale that is no power of two is rounded into a matrix.
+                // A scale that is not a power of two is rounded into a matrix.
                 compare(&changes(&mut *model, &new), &expected, 1e-6, &what);
                 let same = files.iter().find(|(_, of)| *of == Some(dialect));
                 let complete = expected.len()

@@ -5,9 +5,9 @@ use super::super::handle::AdapterHandle;
 use super::super::keys::TensorRole;
 use super::super::loha::LohaTensors;
 use super::super::lokr::LokrTensors;
-use super::super::lora_file::read_lora;
+use super::super::lora::LoraTensors;
+use super::super::lora::read_lora;
 use super::super::names::NamedLayers;
-use super::super::tensors::LoraTensors;
 use super::super::weight_adapter::WeightAdapter;
 use super::layer::{DecomposedLayer, Formula};
 use super::norms::Axis;
@@ -55,7 +55,7 @@ pub(in super::super) fn read_decomposed(
     })
 }
 
-/// The DoRA of a layer that consists of the rows of these, one after the other, with the LoRA of the whole. `None`: one is no DoRA with a
+/// The DoRA of a layer that consists of the rows of these, one after the other, with the LoRA of the whole. `None`: one is not a DoRA with a
 /// magnitude for each output, or they differ in what a strength means.
 pub(in super::super) fn joined(parts: &[&dyn FileLayer], lora: LoraTensors) -> Result<Option<Arc<dyn FileLayer>>> {
     let parts: Vec<_> = parts

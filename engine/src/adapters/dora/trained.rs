@@ -1,7 +1,7 @@
 //! `network.type: dora`.
 
 use super::super::file_layer::FileLayer;
-use super::super::layer::LoraLayer;
+use super::super::lora::LoraLayer;
 use super::super::lora::new_layer;
 use super::super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
 use super::super::weight_adapter::WeightAdapter;

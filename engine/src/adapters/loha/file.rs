@@ -21,7 +21,7 @@ pub(in super::super) struct LohaTensors {
 }
 
 impl LohaTensors {
-    /// Reads the tensors of a layer. `None`: they are no LoHa.
+    /// Reads the tensors of a layer. `None`: they are not a LoHa.
     pub(in super::super) fn read(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
         use TensorRole::{HadaT1, HadaT2, HadaW1A, HadaW1B, HadaW2A, HadaW2B};
         let roles = [HadaW1A, HadaW1B, HadaW2A, HadaW2B, HadaT1, HadaT2];

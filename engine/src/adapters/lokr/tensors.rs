@@ -21,7 +21,7 @@ pub(in super::super) struct LokrTensors {
 }
 
 impl LokrTensors {
-    /// Reads the tensors of a layer. `None`: they are no LoKr.
+    /// Reads the tensors of a layer. `None`: they are not a LoKr.
     pub(in super::super) fn read(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
         use TensorRole::{LokrT2, LokrW1, LokrW1A, LokrW1B, LokrW2, LokrW2A, LokrW2B};
         let roles = [LokrW1, LokrW1A, LokrW1B, LokrW2, LokrW2A, LokrW2B, LokrT2];
@@ -97,7 +97,7 @@ impl LokrTensors {
             (_, false) => Ok(vec![first, self.second(kernel)?]),
             (StoredMatrix::LowRank(left, right), true) => Ok(vec![first, left.clone(), right.clone()]),
             (_, true) => Err(
-                "the file's second matrix is no product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
+                "the file's second matrix is not a product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
                  `network.lokr_full_rank: true`"
                     .to_owned(),
             ),

@@ -86,8 +86,8 @@ const HSV_SHIFT: u32 = 12;
 /// OpenCV's conversion to HSV: hue from 0 to 179.
 fn to_hsv([red, green, blue]: [u8; 3]) -> [u8; 3] {
     let [r, g, b] = [red, green, blue].map(i32::from);
-    let (value, least) = (r.max(g).max(b), r.min(g).min(b));
-    let range = value - least;
+    let (value, min) = (r.max(g).max(b), r.min(g).min(b));
+    let range = value - min;
     let divided = |of: f64, by: i32| match by {
         0 => 0,
         by => (of * f64::from(1 << HSV_SHIFT) / f64::from(by)).round_ties_even() as i32,

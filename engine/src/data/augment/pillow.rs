@@ -95,23 +95,23 @@ fn shift_hue(mut image: RgbImage, factor: f64) -> RgbImage {
 
 /// Pillow's conversion to HSV.
 fn to_hsv([red, green, blue]: [u8; 3]) -> [u8; 3] {
-    let (most, least) = (red.max(green).max(blue), red.min(green).min(blue));
-    if most == least {
-        return [0, 0, most];
+    let (max, min) = (red.max(green).max(blue), red.min(green).min(blue));
+    if max == min {
+        return [0, 0, max];
     }
-    let range = f32::from(most - least);
-    let below = |channel: u8| f32::from(most - channel) / range;
+    let range = f32::from(max - min);
+    let below = |channel: u8| f32::from(max - channel) / range;
     let (r, g, b) = (below(red), below(green), below(blue));
-    let sixths = if red == most {
+    let sixths = if red == max {
         f64::from(b - g)
-    } else if green == most {
+    } else if green == max {
         2.0 + f64::from(r) - f64::from(b)
     } else {
         4.0 + f64::from(g) - f64::from(r)
     };
     let hue = f64::from((((sixths as f32) as f64 / 6.0 + 1.0) % 1.0) as f32);
-    let saturation = range / f32::from(most);
-    [(hue * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, most]
+    let saturation = range / f32::from(max);
+    [(hue * 255.0) as u8, (f64::from(saturation) * 255.0) as u8, max]
 }
 
 /// Pillow's conversion from HSV.

@@ -12,15 +12,15 @@ pub struct TokenBatch {
     pub rows: usize,
     /// Tokens of a row.
     pub length: usize,
-    /// [rows * length]. Rows are filled up with the token 0.
+    /// [rows * length]. Rows are padded with the token 0.
     pub ids: Vec<u32>,
-    /// The number of the document of each token in its row, [rows * length]. What fills up a row is a document of its own.
+    /// The number of the document of each token in its row, [rows * length]. The padding counts as a document of its own.
     pub documents: Vec<u32>,
     /// The positions, in [rows * length], whose next token is predicted.
     pub positions: Vec<u32>,
     /// The next token of each of these positions.
     pub targets: Vec<u32>,
-    /// The number of tokens without those that fill up rows.
+    /// The number of tokens without padding.
     pub tokens: usize,
 }
 
@@ -49,7 +49,7 @@ impl TokenBatch {
                 for (offset, token) in tokens.iter().enumerate() {
                     batch.ids[at + offset] = token.id;
                     batch.documents[at + offset] = index as u32;
-                    if offset > 0 && token.is_trained {
+                    if offset > 0 && token.has_loss {
                         batch.positions.push((at + offset - 1) as u32);
                         batch.targets.push(token.id);
                     }

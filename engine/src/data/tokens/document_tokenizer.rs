@@ -1,8 +1,7 @@
 //! Texts to tokens of documents, with the tokenizer of a model's folder.
 
-use super::fill_in_middle::FimTokens;
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::TextTokenizer;
+use crate::models::causal_lm::{FimTokens, TextTokenizer};
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::Value;
@@ -13,11 +12,11 @@ use tokenizers::{Encoding, Tokenizer};
 const MAX_PART_BYTES: usize = 1 << 20;
 
 /// The parts of a long text, with their beginnings: each ends with a line, where tokenizers of code begin a new token, or else with a character.
-fn parts(text: &str, most: usize) -> Vec<(usize, &str)> {
+fn parts(text: &str, max: usize) -> Vec<(usize, &str)> {
     let mut parts = Vec::new();
     let mut start = 0;
-    while text.len() - start > most {
-        let limit = (start + 1..=start + most).rev().find(|at| text.is_char_boundary(*at));
+    while text.len() - start > max {
+        let limit = (start + 1..=start + max).rev().find(|at| text.is_char_boundary(*at));
         let limit = limit.unwrap_or(text.len());
         let line = text[start..limit].rfind('\n').map(|at| start + at + 1);
         let end = line.unwrap_or(limit);
@@ -62,16 +61,14 @@ impl DocumentTokenizer {
     ///
     /// # Errors
     /// When the tokenizer has none.
-    pub fn fim(&self) -> Result<FimTokens> {
-        let Some(tokens) = self.base.fill_tokens() else {
-            return Err(EngineError::bad_input(format!(
+    pub fn fim_tokens(&self) -> Result<FimTokens> {
+        self.base.fim_tokens().ok_or_else(|| {
+            EngineError::bad_input(format!(
                 "{}: fill-in-the-middle needs tokens that mark prefix, middle and suffix (`<fim_prefix>`, `<|fim_prefix|>`, …), and this \
                  tokenizer has none: set `fim_rate: 0`",
                 self.base.inner().1.display()
-            )));
-        };
-        let [prefix, suffix, middle] = tokens.ids;
-        Ok(FimTokens { prefix, middle, suffix })
+            ))
+        })
     }
 
     /// The tokens of a text. `special`: with the tokens that the model has at the beginning of a text.

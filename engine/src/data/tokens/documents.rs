@@ -7,12 +7,12 @@ use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// The bit of a stored token that is given and not trained on.
-const GIVEN: u32 = 1 << 31;
+/// The bit of a stored token that belongs to a prompt: the loss does not count its prediction.
+const PROMPT_BIT: u32 = 1 << 31;
 /// The largest number of documents: their list and their order take some 40 bytes of memory for each.
 pub(super) const MAX_DOCUMENTS: usize = 1 << 24;
 
-/// A document in a [`DocumentStore`]: at least two tokens, of which at least one after the first is trained on.
+/// A document in a [`DocumentStore`]: at least two tokens, of which at least one after the first has a loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Document {
     /// The index of its first token in the store.
@@ -26,7 +26,7 @@ pub struct Document {
 pub(super) struct StoredToken {
     pub(super) id: u32,
     /// Whether the loss counts its prediction.
-    pub(super) is_trained: bool,
+    pub(super) has_loss: bool,
 }
 
 /// Documents on disk. The file has no name: the system removes it when the program ends, however it ends.
@@ -53,15 +53,15 @@ impl DocumentStore {
         })
     }
 
-    /// Adds a document. `given`: so many tokens at its beginning are not trained on.
-    pub(super) fn add(&mut self, ids: &[u32], given: usize) -> Result<Document> {
+    /// Adds a document. `prompt_length`: the number of tokens at its beginning without a loss.
+    pub(super) fn add(&mut self, ids: &[u32], prompt_length: usize) -> Result<Document> {
         let document = Document {
             start: self.tokens,
             length: u32::try_from(ids.len()).map_err(|_| EngineError::Internal("a document is too long".into()))?,
         };
         let mut bytes = Vec::with_capacity(4 * ids.len());
         for (index, id) in ids.iter().enumerate() {
-            let stored = if index < given { *id | GIVEN } else { *id };
+            let stored = if index < prompt_length { *id | PROMPT_BIT } else { *id };
             bytes.extend_from_slice(&stored.to_le_bytes());
         }
         self.hash.update(document.length.to_le_bytes());
@@ -87,8 +87,8 @@ impl DocumentStore {
         let tokens = bytes.chunks_exact(4).map(|bytes| {
             let stored = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
             StoredToken {
-                id: stored & !GIVEN,
-                is_trained: stored & GIVEN == 0,
+                id: stored & !PROMPT_BIT,
+                has_loss: stored & PROMPT_BIT == 0,
             }
         });
         Ok(tokens.collect())

@@ -4,6 +4,7 @@
 //! ("StarCoder: may the source be with you!", Li et al. 2023), whose form of SPM is that of section 3.1 of the first paper's variant 2:
 //! the suffix is marked first, and prefix and middle follow as one piece.
 
+use crate::models::causal_lm::FimTokens;
 use crate::rng::TorchGenerator;
 use std::ops::Range;
 
@@ -14,17 +15,6 @@ pub struct FimRates {
     pub rate: f64,
     /// Share of these in the order suffix, prefix, middle.
     pub spm_rate: f64,
-}
-
-/// The tokens that mark the parts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FimTokens {
-    /// Before the prefix.
-    pub prefix: u32,
-    /// Before the middle.
-    pub middle: u32,
-    /// Before the suffix.
-    pub suffix: u32,
 }
 
 /// How a document is cut.
@@ -52,10 +42,10 @@ impl FimRates {
 }
 
 impl FimTokens {
-    /// The tokens of a document whose prefix, middle and suffix have these tokens: at most `most`, for which the suffix is shortened at its
+    /// The tokens of a document whose prefix, middle and suffix have these tokens: at most `max`, for which the suffix is shortened at its
     /// end, then the prefix at its beginning, then the middle at its end.
-    pub(super) fn join(self, [prefix, middle, suffix]: [&[u32]; 3], is_spm: bool, most: usize) -> Vec<u32> {
-        let room = most.saturating_sub(3);
+    pub(super) fn join(self, [prefix, middle, suffix]: [&[u32]; 3], is_spm: bool, max: usize) -> Vec<u32> {
+        let room = max.saturating_sub(3);
         let middle = &middle[..middle.len().min(room)];
         let prefix = &prefix[prefix.len() - prefix.len().min(room - middle.len())..];
         let suffix = &suffix[..suffix.len().min(room - middle.len() - prefix.len())];

@@ -19,7 +19,7 @@ pub(super) fn normalized(identifier: &str) -> String {
 }
 
 /// Whether an expression is satisfied by licences of a set: of `OR` one side must be, of `AND` both. An exception after `WITH` gives more rights,
-/// and is ignored. What is no expression is not satisfied.
+/// and is ignored. What is not an expression is not satisfied.
 pub(super) fn is_satisfied(expression: &str, allowed: &BTreeSet<String>) -> bool {
     if expression.len() > MAX_LENGTH {
         return false;

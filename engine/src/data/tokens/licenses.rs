@@ -18,7 +18,7 @@ const MAX_LICENSE_FILES: usize = 32;
 const MARK: &str = "SPDX-License-Identifier:";
 /// The beginnings of the names of licence files.
 const NAMES: [&str; 4] = ["license", "licence", "copying", "unlicense"];
-/// The endings of names of sources, which are no licence files (`license.rs`).
+/// The endings of names of sources, which are not licence files (`license.rs`).
 const TEXT_ENDINGS: [&str; 4] = ["", "md", "txt", "rst"];
 
 /// Texts by which licences are recognised: all of a row, in small letters with single spaces.

@@ -25,7 +25,7 @@ mod texts;
 pub use batch::TokenBatch;
 pub use document_tokenizer::DocumentTokenizer;
 pub use documents::{Document, DocumentStore};
-pub use fill_in_middle::{FimRates, FimTokens};
+pub use fill_in_middle::FimRates;
 pub use order::RowOrder;
 pub use reader::{DataSource, ReadData, ReadOptions, SourceKind, read_documents};
 pub use rows::RowPlan;

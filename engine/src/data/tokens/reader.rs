@@ -3,12 +3,13 @@
 use super::document_tokenizer::DocumentTokenizer;
 use super::documents::{Document, DocumentStore, MAX_DOCUMENTS};
 use super::file_list::{FileFilter, has_ending, list_files};
-use super::fill_in_middle::{FimRates, FimTokens};
+use super::fill_in_middle::FimRates;
 use super::licenses::LicenseFilter;
 use super::patterns::Patterns;
 use super::record::{Columns, Record};
 use super::record_file::read_records;
 use crate::error::{EngineError, Result};
+use crate::models::causal_lm::FimTokens;
 use crate::rng::{TorchGenerator, generator_for};
 use aitk_common::fsutil::regular;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,7 @@ pub struct DataSource {
     pub licenses: Vec<String>,
     /// The field of records with a text.
     pub text_column: String,
-    /// The field of records with a text that is given.
+    /// The field of records with a text that is not trained on.
     pub prompt_column: String,
     /// The field of records with the text after it.
     pub completion_column: String,
@@ -98,7 +99,7 @@ pub fn read_documents(
     progress: &mut dyn FnMut(usize) -> Result<()>,
 ) -> Result<ReadData> {
     let fim = match options.fim.rate > 0.0 {
-        true => Some(tokenizer_of(&options)?.fim()?),
+        true => Some(tokenizer_of(&options)?.fim_tokens()?),
         false => None,
     };
     let mut reader = Reader {
@@ -138,7 +139,7 @@ struct Counts {
     /// Documents of which nothing can be predicted.
     short: usize,
     /// Documents or pieces of a prompt alone.
-    given: usize,
+    prompt_alone: usize,
     /// Files that are not text, and the first.
     not_text: usize,
     first_not_text: Option<PathBuf>,
@@ -147,10 +148,10 @@ struct Counts {
     first_not_licensed: Option<(PathBuf, String)>,
 }
 
-/// Tokens of a document, and how many at the beginning are given.
+/// Tokens of a document, and how many at the beginning are a prompt, which has no loss.
 struct Tokens {
     ids: Vec<u32>,
-    given: usize,
+    prompt_length: usize,
 }
 
 struct Reader<'a> {
@@ -286,11 +287,11 @@ impl Reader<'_> {
             Record::Pair { prompt, completion } => {
                 let tokenizer = tokenizer_of(&self.options)?;
                 let mut ids = tokenizer.encode(&prompt, true)?;
-                let given = ids.len();
+                let prompt_length = ids.len();
                 ids.extend(tokenizer.encode(&completion, false)?);
                 ids.extend(tokenizer.end());
                 let context = self.options.context;
-                self.add_document(source, |_, _| Ok(windows(&ids, given, context)))
+                self.add_document(source, |_, _| Ok(split_into_pieces(&ids, prompt_length, context)))
             }
         }
     }
@@ -303,7 +304,7 @@ impl Reader<'_> {
         let mut ids = tokenizer.encode(text, true)?;
         ids.extend(tokenizer.end());
         let context = self.options.context;
-        self.add_document(source, |_, _| Ok(windows(&ids, 0, context)))
+        self.add_document(source, |_, _| Ok(split_into_pieces(&ids, 0, context)))
     }
 
     /// Adds a document of the files: its pieces as `pieces` makes them, for each repeat with another generator.
@@ -332,11 +333,11 @@ impl Reader<'_> {
                 if piece.ids.len() < 2 {
                     continue;
                 }
-                if piece.given >= piece.ids.len() {
-                    self.counts.given += usize::from(repeat == 0);
+                if piece.prompt_length >= piece.ids.len() {
+                    self.counts.prompt_alone += usize::from(repeat == 0);
                     continue;
                 }
-                let document = self.data.store.add(&piece.ids, piece.given)?;
+                let document = self.data.store.add(&piece.ids, piece.prompt_length)?;
                 let (list, times) = match is_held_out {
                     true => (&mut self.data.held_out, 1),
                     false => (&mut self.data.trained, (repeats / stored) as usize),
@@ -364,12 +365,12 @@ impl Reader<'_> {
         let Some(fim) = self.fim else {
             return Ok(Vec::new());
         };
-        let most = self.options.context;
+        let max = self.options.context;
         let (ids, starts) = tokenizer.encode_with_starts(text)?;
         // A cut splits tokens, and adds those of the parts and of the end.
-        let length = match ids.len() + CUT_TOKENS <= most {
+        let length = match ids.len() + CUT_TOKENS <= max {
             true => ids.len().max(1),
-            false => most - CUT_TOKENS,
+            false => max - CUT_TOKENS,
         };
         let mut pieces = Vec::new();
         for first in (0..ids.len()).step_by(length) {
@@ -388,18 +389,24 @@ impl Reader<'_> {
                         .map(|part| tokenizer.encode(&piece[positions[part.start]..positions[part.end]], false));
                     let [prefix, middle, suffix] = parts;
                     let end = usize::from(tokenizer.end().is_some());
-                    let mut joined = fim.join([&prefix?, &middle?, &suffix?], cut.is_spm, most - end);
+                    let mut joined = fim.join([&prefix?, &middle?, &suffix?], cut.is_spm, max - end);
                     // It says where the middle ends.
                     joined.extend(tokenizer.end());
-                    pieces.push(Tokens { ids: joined, given: 0 });
+                    pieces.push(Tokens {
+                        ids: joined,
+                        prompt_length: 0,
+                    });
                     continue;
                 }
             };
             if last == ids.len() {
                 tokens.extend(tokenizer.end());
             }
-            tokens.truncate(most);
-            pieces.push(Tokens { ids: tokens, given: 0 });
+            tokens.truncate(max);
+            pieces.push(Tokens {
+                ids: tokens,
+                prompt_length: 0,
+            });
         }
         Ok(pieces)
     }
@@ -407,7 +414,7 @@ impl Reader<'_> {
     /// The pieces of a token sequence, cut between tokens where fill-in-the-middle is on.
     fn cut_tokens(&self, ids: &[u32], generator: &mut TorchGenerator) -> Vec<Tokens> {
         let (context, Some(fim)) = (self.options.context, self.fim) else {
-            return windows(ids, 0, self.options.context);
+            return split_into_pieces(ids, 0, self.options.context);
         };
         let length = match ids.len() + 3 <= context {
             true => ids.len().max(1),
@@ -418,7 +425,7 @@ impl Reader<'_> {
                 None => piece.to_vec(),
                 Some(cut) => fim.join(cut.parts.map(|part| &piece[part]), cut.is_spm, context),
             };
-            Tokens { ids, given: 0 }
+            Tokens { ids, prompt_length: 0 }
         });
         pieces.collect()
     }
@@ -428,7 +435,7 @@ impl Reader<'_> {
         let notes = &mut self.data.notes;
         if let Some(first) = &counts.first_not_text {
             notes.push(format!(
-                "{} files are no UTF-8 text and are left out, such as {}",
+                "{} files are not UTF-8 text and are left out, such as {}",
                 counts.not_text,
                 first.display()
             ));
@@ -452,10 +459,10 @@ impl Reader<'_> {
                 counts.short
             ));
         }
-        if counts.given > 0 {
+        if counts.prompt_alone > 0 {
             notes.push(format!(
                 "pieces of {context} tokens that consist of a prompt alone are left out: {}; raise `context` for longer prompts",
-                counts.given
+                counts.prompt_alone
             ));
         }
         if self.data.trained.is_empty() {
@@ -509,11 +516,11 @@ fn boundary(text: &str, at: usize) -> usize {
         .unwrap_or(0)
 }
 
-/// The pieces of a document of at most `context` tokens each. `given`: so many tokens at its beginning are not trained on.
-fn windows(ids: &[u32], given: usize, context: usize) -> Vec<Tokens> {
+/// The pieces of a document, of at most `context` tokens each. `prompt_length`: the number of tokens at its beginning without a loss.
+fn split_into_pieces(ids: &[u32], prompt_length: usize, context: usize) -> Vec<Tokens> {
     let pieces = ids.chunks(context).enumerate().map(|(index, piece)| Tokens {
         ids: piece.to_vec(),
-        given: given.saturating_sub(index * context).min(piece.len()),
+        prompt_length: prompt_length.saturating_sub(index * context).min(piece.len()),
     });
     pieces.collect()
 }

@@ -13,7 +13,7 @@ pub(super) const TOKEN_FIELDS: [&str; 2] = ["tokens", "input_ids"];
 pub(super) struct Columns {
     /// A text to train on.
     pub(super) text: String,
-    /// A text that is given.
+    /// A text that is not trained on.
     pub(super) prompt: String,
     /// The text that follows the prompt.
     pub(super) completion: String,

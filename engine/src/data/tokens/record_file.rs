@@ -101,7 +101,7 @@ impl<R: Read> Read for LineCounter<'_, R> {
 
 fn read_json(path: &Path, file: impl Read, each: &mut dyn FnMut(RawRecord, u64) -> Result<()>) -> Result<()> {
     let mut reader = BufReader::with_capacity(1 << 16, file);
-    // A byte order mark is no JSON.
+    // A byte order mark is not JSON.
     let start = reader.fill_buf().map_err(|error| EngineError::io(path, error))?;
     if start.starts_with(b"\xef\xbb\xbf") {
         reader.consume(3);
@@ -113,12 +113,12 @@ fn read_json(path: &Path, file: impl Read, each: &mut dyn FnMut(RawRecord, u64) 
     };
     let failed = RefCell::new(None);
     let mut json = serde_json::Deserializer::from_reader(counter);
-    let document = Document {
+    let file = JsonFile {
         each: RefCell::new(each),
         line: &line,
         failed: &failed,
     };
-    let read = (&document).deserialize(&mut json).and_then(|()| json.end());
+    let read = (&file).deserialize(&mut json).and_then(|()| json.end());
     if let Some(error) = failed.into_inner() {
         return Err(error);
     }
@@ -131,14 +131,14 @@ fn read_json(path: &Path, file: impl Read, each: &mut dyn FnMut(RawRecord, u64) 
 }
 
 /// A JSON file: a list of records, one sequence, or an object with a list or with the fields of one record.
-struct Document<'a> {
+struct JsonFile<'a> {
     each: RefCell<&'a mut dyn FnMut(RawRecord, u64) -> Result<()>>,
     line: &'a Cell<u64>,
     /// The error of `each`, which ends the parsing.
     failed: &'a RefCell<Option<EngineError>>,
 }
 
-impl Document<'_> {
+impl JsonFile<'_> {
     fn pass<E: serde::de::Error>(&self, record: RawRecord) -> Result<(), E> {
         let passed = (self.each.borrow_mut())(record, self.line.get());
         passed.map_err(|error| {
@@ -171,7 +171,7 @@ impl Document<'_> {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for &Document<'_> {
+impl<'de> DeserializeSeed<'de> for &JsonFile<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -179,7 +179,7 @@ impl<'de> DeserializeSeed<'de> for &Document<'_> {
     }
 }
 
-struct DocumentVisitor<'a, 'b>(&'a Document<'b>);
+struct DocumentVisitor<'a, 'b>(&'a JsonFile<'b>);
 
 impl<'de> Visitor<'de> for DocumentVisitor<'_, '_> {
     type Value = ();
@@ -212,7 +212,7 @@ impl<'de> Visitor<'de> for DocumentVisitor<'_, '_> {
 }
 
 /// A list of records.
-struct List<'a, 'b>(&'a Document<'b>);
+struct List<'a, 'b>(&'a JsonFile<'b>);
 
 impl<'de> DeserializeSeed<'de> for List<'_, '_> {
     type Value = ();

@@ -29,7 +29,7 @@ impl RowPlan {
         let shuffled = generator_for(seed, "packing", 0, 0).randperm(documents.len());
         let mut order: Vec<usize> = shuffled.into_iter().map(|index| index as usize).collect();
         order.sort_by_key(|index| std::cmp::Reverse(documents[*index].length));
-        // The rows with so many free tokens, the latest last.
+        // The rows with this many free tokens, the latest last.
         let mut free: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
         let mut row_of = vec![0u32; documents.len()];
         let mut rows = 0u32;
@@ -97,7 +97,7 @@ impl RowPlan {
         self
     }
 
-    /// The number of tokens of all rows, without those that fill them up.
+    /// The number of tokens of all rows, without padding.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.documents.iter().map(|document| u64::from(document.length)).sum()

@@ -1,6 +1,7 @@
 //! Documents, rows and batches.
 
 use super::*;
+use crate::models::causal_lm::FimTokens;
 use crate::models::causal_lm::byte_tokenizer::{END, write_tokenizer};
 use crate::testing::compute_on_this_thread;
 use proptest::prelude::*;
@@ -55,7 +56,7 @@ fn ids(data: &ReadData, documents: &[Document]) -> Vec<(Vec<u32>, Vec<bool>)> {
     let tokens = |document: &Document| data.store.read(*document).unwrap().into_iter();
     documents
         .iter()
-        .map(|document| tokens(document).map(|token| (token.id, token.is_trained)).unzip())
+        .map(|document| tokens(document).map(|token| (token.id, token.has_loss)).unzip())
         .collect()
 }
 
@@ -112,11 +113,11 @@ fn files_of_a_folder_are_documents_in_the_order_of_their_paths() {
         "{notes}"
     );
     assert_eq!(data.notes.len(), 1);
-    assert!(data.notes[0].contains("2 files are no UTF-8 text") && data.notes[0].contains("binary.rs"));
+    assert!(data.notes[0].contains("2 files are not UTF-8 text") && data.notes[0].contains("binary.rs"));
 }
 
 #[test]
-fn long_documents_are_split_and_prompts_are_given() {
+fn long_documents_are_split_and_prompts_have_no_loss() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path());
     let file = dir.path().join("data.json");
@@ -210,7 +211,7 @@ fn cuts_keep_every_character_and_repeats_are_cut_anew() {
         ..options(dir.path(), Some(&tokenizer), 64)
     };
     let data = read(&sources, options);
-    let marks = tokenizer.fim().unwrap();
+    let marks = tokenizer.fim_tokens().unwrap();
     let pieces = data.trained.len() / 40;
     assert!(pieces > 1);
     let all = ids(&data, &data.trained);

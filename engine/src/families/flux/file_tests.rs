@@ -352,7 +352,7 @@ fn gguf_files_of_other_architectures_are_refused_by_name() {
                 ..tiny_extras()
             };
             let error = check(&flux_files().join("scaled_fp8.safetensors"), &parts).unwrap_err();
-            assert!(error.contains("is no T5") && error.contains(architecture), "{error}");
+            assert!(error.contains("is not a T5") && error.contains(architecture), "{error}");
         }
     }
 }
@@ -437,7 +437,7 @@ fn a_vae_is_given_as_a_file_or_a_folder() {
     assert_eq!(loaded.codec_path(), Some(ae.as_path()));
     let clip = flux_files().join("parts/clip_l.safetensors");
     let error = loaded.replace_codec(&clip, &options).unwrap_err().to_string();
-    assert!(error.contains("clip_l.safetensors is no VAE"), "{error}");
+    assert!(error.contains("clip_l.safetensors is not a VAE"), "{error}");
 }
 
 #[test]

@@ -44,7 +44,7 @@ pub(super) struct Sd3TextEncoders {
 }
 
 impl TextEncoders for Sd3TextEncoders {
-    /// Encodes prompts, as `StableDiffusion3Pipeline.encode_prompt`: the tokens of both CLIPs side by side, filled up with zeros to the width of
+    /// Encodes prompts, as `StableDiffusion3Pipeline.encode_prompt`: the tokens of both CLIPs side by side, padded with zeros to the width of
     /// T5's, before those of T5, [b, 77 + `max_sequence_length`, width]; and the pooled text of both CLIPs side by side.
     /// The second prompt is that of CLIP-G.
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {

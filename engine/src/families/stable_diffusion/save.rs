@@ -133,7 +133,7 @@ impl<'a> FullModel<'a> {
             for (inner, shape) in component.index.tensors() {
                 let whole = || SavedTensor::Whole(inner.to_owned());
                 let entry = match (text, folder) {
-                    (Some(spec), _) if names.is_joined_to_another(spec, inner) => continue,
+                    (Some(spec), _) if names.is_saved_with_queries(spec, inner) => continue,
                     (Some(spec), _) => {
                         let (name, from) = names.text_encoder(spec, inner).unzip();
                         let shape = from.as_ref().map(|from| saved_shape(from, shape));
@@ -157,7 +157,7 @@ impl<'a> FullModel<'a> {
         let tensor = match &entry.from {
             SavedTensor::Whole(name) => self.tensor(entry.component, name)?,
             SavedTensor::Transposed(name) => self.tensor(entry.component, name)?.t()?.contiguous()?,
-            SavedTensor::Joined(names) => {
+            SavedTensor::Concatenated(names) => {
                 let parts = names.iter().map(|name| self.tensor(entry.component, name));
                 Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?
             }
@@ -274,7 +274,7 @@ pub(super) fn saved_shape(from: &SavedTensor, shape: &[usize]) -> Vec<usize> {
     match from {
         SavedTensor::Whole(_) => {}
         SavedTensor::Transposed(_) => shape.reverse(),
-        SavedTensor::Joined(names) => {
+        SavedTensor::Concatenated(names) => {
             if let Some(rows) = shape.first_mut() {
                 *rows *= names.len();
             }

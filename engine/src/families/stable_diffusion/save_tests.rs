@@ -48,7 +48,7 @@ fn in_single_file(variant: &'static Variant, text: &[Shapes], unet: &Shapes, vae
     let mut all: Vec<(String, Vec<usize>)> = Vec::new();
     for (spec, shapes) in variant.text_encoders.iter().zip(text) {
         for (name, shape) in shapes {
-            if names.is_joined_to_another(spec, name) {
+            if names.is_saved_with_queries(spec, name) {
                 continue;
             }
             let (saved, from) = names.text_encoder(spec, name).unwrap_or_else(|| panic!("{name}"));

@@ -83,7 +83,7 @@ fn of_first_chunk(pooled: &Tensor, chunks: usize) -> Result<Tensor> {
     Ok(pooled.narrow(1, 0, 1)?.squeeze(1)?)
 }
 
-/// The vectors of the first `count` tokens of a text, filled up with those of `*`, in each text encoder.
+/// The vectors of the first `count` tokens of a text, padded with those of `*`, in each text encoder.
 pub(super) fn initial_embedding(encoders: &[TextEncoder], text: &str, count: usize) -> Result<Vec<Tensor>> {
     let of_encoder = |encoder: &TextEncoder| {
         let mut ids = encoder.tokenizer.tokens(text)?;

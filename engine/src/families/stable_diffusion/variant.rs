@@ -42,7 +42,7 @@ pub struct TextEncoderSpec {
 pub enum TextLayout {
     /// Those of transformers.
     HuggingFace(&'static str),
-    /// Those of OpenCLIP. Prompts are filled up with `!`.
+    /// Those of OpenCLIP. Prompts are padded with `!`.
     OpenClip(&'static str),
 }
 

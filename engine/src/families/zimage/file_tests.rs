@@ -135,7 +135,7 @@ fn quantised_files_keep_their_bits_and_give_the_velocity_of_their_numbers() {
     }
     let numbers = write_gguf(&at("z_image_turbo-Q8_0.gguf"), "lumina2", &original, GgmlDType::Q8_0);
     compare("z_image_turbo-Q8_0.gguf", &numbers, "q8_0");
-    // Quantised by llama.cpp, tokens that fill up others are vectors.
+    // Quantised by llama.cpp, padding tokens are vectors.
     let mut flat = original.clone();
     for name in ["x_pad_token", "cap_pad_token"] {
         let vector = flat[name].squeeze(0).unwrap();

@@ -6,7 +6,7 @@ use crate::families::model::{Part, TextEncoders};
 use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
 use candle_core::{Device, Tensor};
 
-/// The names in the conditioning: the encoded text, filled up with zeros, and the number of its tokens (u32).
+/// The names in the conditioning: the encoded text, padded with zeros, and the number of its tokens (u32).
 pub(super) const CONTEXT: &str = "context";
 pub(super) const LENGTHS: &str = "lengths";
 /// Tokens of a prompt, as in diffusers' pipeline.
@@ -27,7 +27,7 @@ impl TextEncoders for ZImageTextEncoder {
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
         let texts: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
         let tokens = self.tokenizer.encode_chat(&texts, self.max_sequence_length)?;
-        // Tokens that fill up shorter texts come after them, so that they change nothing: attention is causal.
+        // The padding of shorter texts comes after them, so that it changes nothing: attention is causal.
         let states = self.model.forward(&tokens.ids.to_device(&self.device)?, None)?;
         let longest = states.dim(1)?;
         let rows = tokens.lengths.iter().enumerate().map(|(item, length)| {

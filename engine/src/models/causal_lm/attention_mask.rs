@@ -9,7 +9,7 @@ pub enum AttentionMask {
     #[default]
     Causal,
     /// All tokens before it in its row for which the mask [b, n] is not 0. The position of a token is the number of such tokens before it, so
-    /// that texts can be filled up at either end. The states of masked tokens have no meaning.
+    /// that texts can be padded at either end. The states of masked tokens have no meaning.
     Padded(Tensor),
     /// All tokens before it of its document. Rows are packed with documents; the tensor [b, n] (u32) has the number of the document of
     /// each token, and neighbours with the same number belong to the same document. Positions restart with each document.
@@ -49,7 +49,7 @@ impl AttentionMask {
             Self::Causal => Ok(causal),
             Self::Padded(mask) => {
                 let keys: Vec<bool> = read(mask, b, n)?.into_iter().map(|value| value != 0).collect();
-                // Tokens that fill up a text at its end change nothing before them.
+                // Padding at the end of a text changes nothing before it.
                 let is_filled_at_end = |row: &[bool]| row.is_sorted_by(|a, b| a >= b);
                 if keys.chunks(n.max(1)).all(is_filled_at_end) {
                     return Ok(causal);

@@ -9,7 +9,7 @@ pub(crate) const END: u32 = 256;
 /// The end of a text, and the tokens for gaps.
 const SPECIAL: [&str; 4] = ["<|endoftext|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"];
 
-/// Writes `tokenizer.json` for a model with so many tokens: of 260 tokens and more, all bytes and the special tokens; else only the first
+/// Writes `tokenizer.json` for a model with this many tokens: of 260 tokens and more, all bytes and the special tokens; else only the first
 /// bytes of an alphabet.
 pub(crate) fn write_tokenizer(folder: &Path, vocab_size: usize) {
     let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();

@@ -114,7 +114,7 @@ pub struct CausalLmConfig {
     pub feed_forward_bias: bool,
     /// Whether scores of attention are divided by the root of the head's width.
     pub scales_scores: bool,
-    /// The sliding window of each block: a token attends to itself and the tokens before it, so many together. `None`: to all.
+    /// The sliding window of each block: a token attends to itself and the tokens before it, this many together. `None`: to all.
     pub windows: Vec<Option<usize>>,
     /// Whether the output layer is the table of embeddings.
     pub ties_embeddings: bool,

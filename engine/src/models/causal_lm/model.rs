@@ -31,7 +31,7 @@ pub struct CausalLmOptions {
     /// The share of the elements of layers' weights that stay in their files and are read at each use (0 to 1).
     pub streamed: f64,
     /// Whether all numbers are zero and take no memory: to check that a model can be loaded.
-    pub only_shapes: bool,
+    pub shapes_only: bool,
 }
 
 impl CausalLmOptions {
@@ -44,7 +44,7 @@ impl CausalLmOptions {
             trained: TrainableFilter::Nothing,
             quantization: None,
             streamed: 0.0,
-            only_shapes: false,
+            shapes_only: false,
         }
     }
 }
@@ -88,7 +88,7 @@ impl CausalLm {
                 (config, index)
             }
         };
-        let index = match options.only_shapes {
+        let index = match options.shapes_only {
             true => index.shapes_only(),
             false => index,
         };

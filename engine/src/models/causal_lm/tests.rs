@@ -386,7 +386,7 @@ fn streamed_and_quantised_weights_are_near_the_plain_ones() {
         let error = gap(&found(&quantised), &expected) / largest(&expected);
         assert!(error > 1e-5 && error < 0.1, "{name}: {error}");
         let shapes = CausalLmOptions {
-            only_shapes: true,
+            shapes_only: true,
             ..CausalLmOptions::cpu()
         };
         assert!(CausalLm::load(case.folder.path(), &shapes).is_ok());

@@ -5,21 +5,23 @@ use crate::models::config;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
-/// The names of the tokens that mark the text before a gap, the text after it and the gap: of StarCoder and StarCoder2 (R. Li and others,
+/// The names of the tokens for fill-in-the-middle, in the order prefix, suffix, middle: of StarCoder and StarCoder2 (R. Li and others,
 /// arXiv:2305.06161), SantaCoder and Qwen2.5-Coder (B. Hui and others, arXiv:2409.12186).
-const FILL_TOKENS: [[&str; 3]; 3] = [
+const FIM_TOKEN_NAMES: [[&str; 3]; 3] = [
     ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
     ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"],
     ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
 ];
 
-/// The tokens that mark the parts of a text with a gap.
+/// The ids of the tokens for fill-in-the-middle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FillTokens {
-    /// Their names: before the text before the gap, before the text after it, before what fills the gap.
-    pub names: [&'static str; 3],
-    /// Their ids.
-    pub ids: [u32; 3],
+pub struct FimTokens {
+    /// Before the prefix: the text before the gap.
+    pub prefix: u32,
+    /// Before the suffix: the text after the gap.
+    pub suffix: u32,
+    /// Before the middle: what fills the gap.
+    pub middle: u32,
 }
 
 /// Converts between texts and token ids.
@@ -30,7 +32,7 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// Opens `tokenizer.json` of a model folder, for a model with so many token ids.
+    /// Opens `tokenizer.json` of a model folder, for a model with this many token ids.
     ///
     /// # Errors
     /// When it cannot be read, or has ids that the model does not have.
@@ -86,9 +88,9 @@ impl TextTokenizer {
     ///
     /// # Errors
     /// When the tokenizer has no tokens for gaps, or fails.
-    pub fn encode_fill(&self, prefix: &str, suffix: &str) -> Result<Vec<u32>> {
-        let Some(FillTokens { names, .. }) = self.fill_tokens() else {
-            let known: Vec<String> = FILL_TOKENS.iter().map(|names| format!("`{}`", names[0])).collect();
+    pub fn encode_fim(&self, prefix: &str, suffix: &str) -> Result<Vec<u32>> {
+        let Some((names, _)) = self.find_fim_tokens() else {
+            let known: Vec<String> = FIM_TOKEN_NAMES.iter().map(|names| format!("`{}`", names[0])).collect();
             return Err(EngineError::bad_input(format!(
                 "{}: this tokenizer has no tokens for gaps (such as {}), so the model cannot fill them: use `prompts`, or a model that was \
                  trained to fill gaps, such as StarCoder2 or Qwen2.5-Coder",
@@ -99,15 +101,18 @@ impl TextTokenizer {
         self.encode(&format!("{}{prefix}{}{suffix}{}", names[0], names[1], names[2]))
     }
 
-    /// The tokens for texts with gaps, if the tokenizer has them.
+    /// The tokens for fill-in-the-middle, if the tokenizer has them.
     #[must_use]
-    pub fn fill_tokens(&self) -> Option<FillTokens> {
-        FILL_TOKENS.into_iter().find_map(|names| {
-            let mut ids = [0; 3];
-            for (id, name) in ids.iter_mut().zip(names) {
-                *id = self.tokenizer.token_to_id(name)?;
-            }
-            Some(FillTokens { names, ids })
+    pub fn fim_tokens(&self) -> Option<FimTokens> {
+        self.find_fim_tokens().map(|(_, tokens)| tokens)
+    }
+
+    /// The tokens for fill-in-the-middle, with their names.
+    fn find_fim_tokens(&self) -> Option<([&'static str; 3], FimTokens)> {
+        FIM_TOKEN_NAMES.into_iter().find_map(|names| {
+            let id = |index: usize| self.tokenizer.token_to_id(names[index]);
+            let (prefix, suffix, middle) = (id(0)?, id(1)?, id(2)?);
+            Some((names, FimTokens { prefix, suffix, middle }))
         })
     }
 

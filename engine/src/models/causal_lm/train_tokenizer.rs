@@ -19,7 +19,7 @@ const MIN_VOCABULARY: usize = 256 + SPECIAL.len();
 /// The most bytes of a token: texts with long runs of one character make no tokens of them.
 const MAX_TOKEN_BYTES: usize = 32;
 
-/// Trains a tokenizer of at most so many tokens, and returns its `tokenizer.json`. The same texts give the same bytes.
+/// Trains a tokenizer of at most this many tokens, and returns its `tokenizer.json`. The same texts give the same bytes.
 ///
 /// # Errors
 /// When the vocabulary is smaller than the bytes and the special tokens.

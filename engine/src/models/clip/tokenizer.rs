@@ -110,7 +110,7 @@ impl ClipTokenizer {
         })
     }
 
-    /// The same tokenizer that fills up prompts with the token `!`, as the folders of SD 2.x and of SDXL's second encoder
+    /// The same tokenizer that pads prompts with the token `!`, as the folders of SD 2.x and of SDXL's second encoder
     /// do. There `!` is a special token: it is cut out of a prompt before the rest is split.
     ///
     /// # Errors
@@ -125,7 +125,7 @@ impl ClipTokenizer {
         Ok(self)
     }
 
-    /// The names and contents of the files of a `tokenizer/` folder for [`Self::openai`]. `pad`: the token that fills up
+    /// The names and contents of the files of a `tokenizer/` folder for [`Self::openai`]. `pad`: the token that pads
     /// prompts, if it is not the end token.
     #[must_use]
     pub fn openai_files(pad: Option<&str>) -> [(&'static str, String); 4] {

@@ -176,7 +176,7 @@ pub fn word_conflict(new: (&str, u32), known: (&str, u32)) -> Option<String> {
     Word::new(new.0, 0..new.1).conflict(&Word::new(known.0, 0..known.1))
 }
 
-/// Whether a prompt has the word of so many vectors.
+/// Whether a prompt has the word of this many vectors.
 #[must_use]
 pub fn has_word(text: &str, trigger: &str, vectors: u32) -> bool {
     let word = Word::new(trigger, 0..vectors);

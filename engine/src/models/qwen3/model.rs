@@ -242,7 +242,7 @@ impl Qwen3Model {
     }
 
     /// ids [b, n] -> [b, n, width]. A token attends to itself and to the tokens before it for which `mask` [b, n] is not 0.
-    /// Without a mask, tokens that fill up a text at its end change nothing before them.
+    /// Without a mask, padding at the end of a text changes nothing before it.
     ///
     /// # Errors
     /// When an id is not in the vocabulary, or the mask has another shape.

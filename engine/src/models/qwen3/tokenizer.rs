@@ -39,7 +39,7 @@ pub struct Qwen3Tokenizer {
 /// The ids of several texts.
 #[derive(Clone, Debug)]
 pub struct TokenIds {
-    /// [b, longest] (u32), filled up at the end of the shorter texts.
+    /// [b, longest] (u32), the shorter texts padded at their end.
     pub ids: Tensor,
     /// The number of tokens of each text.
     pub lengths: Vec<usize>,

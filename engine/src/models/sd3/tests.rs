@@ -125,7 +125,7 @@ fn half_precision_is_within_its_arithmetic_and_has_no_nan() {
                 );
                 let y = y.unwrap().to_dtype(DType::F32).unwrap();
                 let error = gap(&y, &get("y")) / largest(&get("y"));
-                // The error of half precision is not zero, and NaN is no error below the tolerance.
+                // The error of half precision is not zero, and NaN is not an error below the tolerance.
                 assert!(error > 1e-5 && error < tolerance, "{dtype:?}, {key}: {error}");
             }
         }

@@ -31,7 +31,7 @@ pub struct Sd3Config {
     pub attention_head_dim: usize,
     /// Attention heads.
     pub num_attention_heads: usize,
-    /// Features of an encoded text token (T5; CLIP's are filled up with zeros).
+    /// Features of an encoded text token (T5; CLIP's are padded with zeros).
     pub joint_attention_dim: usize,
     /// Features of a text token in the blocks: must be those of an image token.
     pub caption_projection_dim: usize,

@@ -1,12 +1,12 @@
 //! Sequences of several items: tokens with padding, their positions, and which of them are masked.
 //!
-//! The tokens of an image, and those of a caption, are each filled up to a multiple of 32 with a learned token, which takes part in
-//! attention. Items with shorter captions are filled up further, and that padding is masked.
+//! The tokens of an image, and those of a caption, are each padded to a multiple of 32 with a learned token, which takes part in
+//! attention. Items with shorter captions are padded further, and that second padding is masked.
 
 use crate::nn::{Rotary, RotaryPairs, key_bias};
 use candle_core::{Device, Result, Tensor};
 
-/// Tokens of images and of captions are filled up to multiples of this number.
+/// Tokens of images and of captions are padded to multiples of this number.
 const MULTIPLE: usize = 32;
 
 /// The number of tokens with padding.

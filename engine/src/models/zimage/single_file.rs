@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 const FAMILY: &str = "Z-Image";
 /// The lists of blocks, and whether their blocks depend on the timestep.
 const BLOCKS: [(&str, bool); 3] = [("noise_refiner", true), ("context_refiner", false), ("layers", true)];
-/// Tokens that fill up others. They are rows of a matrix, which quantised GGUF files may have as vectors.
+/// The padding tokens. They are rows of a matrix, which quantised GGUF files may have as vectors.
 const PAD_TOKENS: [&str; 2] = ["x_pad_token", "cap_pad_token"];
 /// Norms over heads: the original name, and diffusers' name.
 const HEAD_NORMS: [(&str, &str); 2] = [("q_norm", "norm_q"), ("k_norm", "norm_k")];
@@ -52,7 +52,7 @@ pub fn with_diffusers_names(index: &Index) -> Result<Index> {
     Ok(with_pad_rows(&without_prefix(index, prefix)))
 }
 
-/// The tokens that fill up others as rows.
+/// The padding tokens as rows.
 fn with_pad_rows(index: &Index) -> Index {
     index.renamed(|name, shape| {
         let is_vector = PAD_TOKENS.contains(&name) && shape.len() == 1;

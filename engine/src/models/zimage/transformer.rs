@@ -120,7 +120,7 @@ pub struct ZImageTransformer2DModel {
     caption_norm: RmsNorm,
     caption_embedder: Linear,
     time_embedder: [Linear; 2],
-    /// [1, width]: what fills up image tokens and caption tokens.
+    /// [1, width]: the padding tokens of images and of captions.
     pad_tokens: [Tensor; 2],
     noise_refiner: Vec<Arc<ZImageTransformerBlock>>,
     context_refiner: Vec<Arc<ZImageTransformerBlock>>,

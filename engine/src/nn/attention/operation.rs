@@ -19,7 +19,7 @@ pub(super) struct AttentionOp {
     pub(super) bias: Option<Tensor>,
 }
 
-/// Queries per task: a few panels of any vector unit.
+/// Queries per task: a few panels of any instruction set.
 const QUERY_CHUNK: usize = 128;
 
 impl AttentionOp {

@@ -1,4 +1,4 @@
-//! Compares attention on every vector unit of this CPU with the definition in f64.
+//! Compares attention on every instruction set of this CPU with the definition in f64.
 
 use super::kernel::{Backward, Bias, Forward, PackHead, Problem, Scratch};
 use crate::nn::cpu::{Isa, Mat, available_isas, run_on};
@@ -118,7 +118,7 @@ fn attention_is_correct_on_every_vector_unit() {
         let expected = exact_results(problem);
         for isa in available_isas() {
             for (which, (got, expected)) in results_on(isa, problem).iter().zip(&expected).enumerate() {
-                let largest = expected.iter().fold(1e-3, |most: f64, v| most.max(v.abs()));
+                let largest = expected.iter().fold(1e-3, |max: f64, v| max.max(v.abs()));
                 let error = got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
                 let error = error.fold(0.0, f64::max) / largest;
                 assert!(

@@ -11,7 +11,7 @@
 use std::arch::x86_64 as x86;
 use std::sync::OnceLock;
 
-/// A vector unit for `f32`.
+/// An instruction set for `f32`.
 ///
 /// Code uses an implementation only inside a [`Kernel`] that [`run_on`] runs, so the CPU has its instructions.
 ///
@@ -70,7 +70,7 @@ pub(crate) trait Simd: Copy {
     fn prefetch(_at: *const f32) {}
 }
 
-/// A vector instruction set of the CPU. Values come from [`best_isa`] or [`available_isas`], so the CPU has it.
+/// An instruction set of the CPU. Values come from [`best_isa`] or [`available_isas`], so the CPU has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Compares every vector unit of this CPU with scalar arithmetic.
+//! Compares every instruction set of this CPU with scalar arithmetic.
 
 use super::elementwise::Map;
 use super::simd::{Isa, available_isas, run_on};

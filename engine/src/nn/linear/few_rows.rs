@@ -183,7 +183,7 @@ mod tests {
         all
     }
 
-    /// Products on every vector unit equal those with the dense weight, and a row's bits do not depend on the other rows.
+    /// Products on every instruction set equal those with the dense weight, and a row's bits do not depend on the other rows.
     #[test]
     fn products_are_those_of_the_dense_weight() {
         let weights = weights();

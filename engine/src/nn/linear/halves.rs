@@ -167,7 +167,7 @@ mod tests {
 
     fn close(found: &[f32], expected: &[f32], sizes: [usize; 3]) {
         assert_eq!(found.len(), expected.len(), "{sizes:?}");
-        let largest = expected.iter().fold(1f32, |most, value| most.max(value.abs()));
+        let largest = expected.iter().fold(1f32, |max, value| max.max(value.abs()));
         for (found, expected) in found.iter().zip(expected) {
             assert!(
                 (found - expected).abs() <= 1e-5 * largest,

@@ -100,9 +100,9 @@ impl SamplingParams {
         self.keep_top_p(scores);
         if self.min_p > 0.0 {
             let probabilities = softmax(scores)?;
-            let least = self.min_p as f32 * probabilities.iter().copied().fold(0.0, f32::max);
+            let min = self.min_p as f32 * probabilities.iter().copied().fold(0.0, f32::max);
             for (score, probability) in scores.iter_mut().zip(&probabilities) {
-                if *probability < least {
+                if *probability < min {
                     *score = f32::NEG_INFINITY;
                 }
             }
@@ -116,11 +116,11 @@ impl SamplingParams {
             return;
         }
         let mut sorted = scores.to_vec();
-        let (_, least, _) = sorted.select_nth_unstable_by(self.top_k - 1, |a, b| b.total_cmp(a));
-        let least = *least;
+        let (_, min, _) = sorted.select_nth_unstable_by(self.top_k - 1, |a, b| b.total_cmp(a));
+        let min = *min;
         scores
             .iter_mut()
-            .filter(|score| **score < least)
+            .filter(|score| **score < min)
             .for_each(|score| *score = f32::NEG_INFINITY);
     }
 

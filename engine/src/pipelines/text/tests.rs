@@ -70,7 +70,7 @@ struct Report {
 impl TextEvents for Report {
     fn before_step(&mut self) -> bool {
         self.steps += 1;
-        self.max_steps.is_none_or(|most| self.steps <= most)
+        self.max_steps.is_none_or(|max| self.steps <= max)
     }
 
     fn line(&mut self, number: u64, line: &str) -> Result<()> {
@@ -218,18 +218,19 @@ fn tokenizers_of_other_models_are_refused() {
         "{message}"
     );
     let tokenizer = open(260).unwrap();
-    let ids = tokenizer.encode_fill("a", "b").unwrap();
+    let ids = tokenizer.encode_fim("a", "b").unwrap();
     assert_eq!((ids.len(), ids[0], ids[2], ids[4]), (5, 257, 258, 259));
     assert_eq!(
         tokenizer.decode(&tokenizer.encode("größe <x>\n").unwrap()).unwrap(),
         "größe <x>\n"
     );
-    assert_eq!(tokenizer.fill_tokens().unwrap().ids, [257, 258, 259]);
+    let fim = tokenizer.fim_tokens().unwrap();
+    assert_eq!([fim.prefix, fim.suffix, fim.middle], [257, 258, 259]);
     assert_eq!(tokenizer.token_id("<|endoftext|>"), Some(END));
 
     let none = Tiny::new("qwen2");
     let tokenizer = TextTokenizer::open(none.folder.path(), none.vocab_size).unwrap();
-    let message = tokenizer.encode_fill("a", "b").unwrap_err().to_string();
+    let message = tokenizer.encode_fim("a", "b").unwrap_err().to_string();
     assert!(message.contains("no tokens for gaps"), "{message}");
     std::fs::write(none.folder.path().join("tokenizer.json"), "{}").unwrap();
     let message = TextTokenizer::open(none.folder.path(), 47).unwrap_err().to_string();

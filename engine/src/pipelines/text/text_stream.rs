@@ -6,7 +6,7 @@ use crate::models::causal_lm::TextTokenizer;
 /// How many tokens of the prompt are decoded together with the first new one: whether a token begins with a space may depend on them.
 const CONTEXT: usize = 8;
 
-/// What a decoder writes for bytes that are no UTF-8 text.
+/// What a decoder writes for bytes that are not UTF-8 text.
 const REPLACEMENT: char = '\u{fffd}';
 
 /// So many tokens that are not decided are decoded again with each further one. Bytes of one character lie in fewer.
@@ -101,7 +101,7 @@ impl TextStream {
         Ok(())
     }
 
-    /// Leaves tokens behind that no further one can change, so that long runs of bytes that are no text cost no more than others. `whole`:
+    /// Leaves tokens behind that no further one can change, so that long runs of bytes that are not text cost no more than others. `whole`:
     /// the text from `start` on.
     fn leave_behind(&mut self, tokenizer: &TextTokenizer, whole: &str) -> Result<()> {
         // A cut within a character would show: both halves become a replacement of their own.
@@ -134,7 +134,7 @@ mod tests {
     use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
     use crate::rng::TorchGenerator;
 
-    /// Random bytes, of which many are no text, and characters that are cut anywhere.
+    /// Random bytes, of which many are not text, and characters that are cut anywhere.
     #[test]
     fn the_text_of_tokens_one_by_one_is_that_of_all_tokens() {
         let folder = tempfile::tempdir().unwrap();

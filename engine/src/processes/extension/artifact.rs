@@ -5,11 +5,11 @@ use aitk_common::fsutil::names;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Checks that a path names a regular file below a folder, without links on the way. `most`: its largest size.
+/// Checks that a path names a regular file below a folder, without links on the way. `max`: its largest size.
 ///
 /// # Errors
 /// What is wrong with the file; the rest of a sentence that begins with the extension's name.
-pub(super) fn check(folder: &Path, name: &str, most: u64) -> Result<PathBuf, String> {
+pub(super) fn check(folder: &Path, name: &str, max: u64) -> Result<PathBuf, String> {
     let shown = shorten(name, 120);
     if let Err(bad) = names::check(name) {
         return Err(format!(
@@ -33,9 +33,9 @@ pub(super) fn check(folder: &Path, name: &str, most: u64) -> Result<PathBuf, Str
                  kept"
             ));
         }
-        if parts.peek().is_none() && metadata.len() > most {
+        if parts.peek().is_none() && metadata.len() > max {
             return Err(format!(
-                "announced the file `{shown}` of {} bytes; at most {most} are accepted",
+                "announced the file `{shown}` of {} bytes; at most {max} are accepted",
                 metadata.len()
             ));
         }

@@ -68,7 +68,7 @@ pub(super) fn parse(line: &[u8]) -> Result<ProgramMessage, String> {
     })?;
     serde_json::from_str(text.trim()).map_err(|error| {
         format!(
-            "sent a line that is no message of the protocol ({error}): `{}`; standard output is for messages alone, so print text \
+            "sent a line that is not a message of the protocol ({error}): `{}`; standard output is for messages alone, so print text \
              to standard error",
             shorten(text.trim(), 120)
         )
@@ -76,13 +76,13 @@ pub(super) fn parse(line: &[u8]) -> Result<ProgramMessage, String> {
 }
 
 /// The beginning of a text, without control characters.
-pub(super) fn shorten(text: &str, most: usize) -> String {
+pub(super) fn shorten(text: &str, max: usize) -> String {
     let mut short: String = text
         .chars()
-        .take(most)
+        .take(max)
         .map(|c| if c.is_control() { ' ' } else { c })
         .collect();
-    if text.chars().nth(most).is_some() {
+    if text.chars().nth(max).is_some() {
         short.push('…');
     }
     short

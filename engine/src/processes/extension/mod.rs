@@ -161,8 +161,8 @@ impl Conversation<'_, '_> {
                     }
                 }
                 Ok(Line::TooLong) => {
-                    let most = program::MAX_LINE_BYTES;
-                    return Err(self.wrong(&format!("sent a line of more than {most} bytes")));
+                    let max = program::MAX_LINE_BYTES;
+                    return Err(self.wrong(&format!("sent a line of more than {max} bytes")));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 // Wait for its exit.
@@ -267,8 +267,8 @@ impl Conversation<'_, '_> {
     }
 
     fn announce(&mut self, name: &str, number: u64) -> Result<(), Outcome> {
-        let most = self.cx.spec.file_size_limit.unwrap_or(MAX_FILE_BYTES);
-        let path = artifact::check(self.output, name, most).map_err(|why| self.wrong(&why))?;
+        let max = self.cx.spec.file_size_limit.unwrap_or(MAX_FILE_BYTES);
+        let path = artifact::check(self.output, name, max).map_err(|why| self.wrong(&why))?;
         self.cx.events.emit(ChildEvent::Artifact {
             kind: "file".to_owned(),
             name: artifact_name(self.root, &path),

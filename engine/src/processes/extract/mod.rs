@@ -149,8 +149,8 @@ impl ExtractedLora {
     /// What was extracted, for the log.
     fn summary(&self, layers: u64) -> String {
         let ranks = match (self.ranks.iter().min(), self.ranks.iter().max()) {
-            (Some(least), Some(most)) if least == most => format!(" of rank {least}"),
-            (Some(least), Some(most)) => format!(" of ranks {least} to {most}"),
+            (Some(min), Some(max)) if min == max => format!(" of rank {min}"),
+            (Some(min), Some(max)) => format!(" of ranks {min} to {max}"),
             _ => String::new(),
         };
         let whole = match self.whole {

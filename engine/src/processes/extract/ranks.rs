@@ -33,7 +33,7 @@ impl RankRule {
     /// The rank of a layer with these singular values, largest first, and these numbers of outputs and inputs.
     pub(super) fn rank(self, is_large_conv: bool, values: &[f64], sides: [usize; 2]) -> usize {
         let limit = self.parameter(is_large_conv);
-        let above = |least: f64| values.iter().filter(|value| **value > least).count();
+        let above = |min: f64| values.iter().filter(|value| **value > min).count();
         let rank = match self.mode {
             ExtractMode::Fixed => limit as usize,
             ExtractMode::Threshold => above(limit),

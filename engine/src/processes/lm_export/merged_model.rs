@@ -22,14 +22,14 @@ pub(super) struct MergedModel {
 }
 
 impl MergedModel {
-    /// Opens a model folder and a LoRA for it. `only_shapes`: no weight is read.
+    /// Opens a model folder and a LoRA for it. `shapes_only`: no weight is read.
     ///
     /// # Errors
     /// When one of them cannot be used, or the LoRA cannot be merged.
-    pub(super) fn open(folder: &Path, lora: Option<&Path>, strength: f64, only_shapes: bool) -> Result<Self> {
+    pub(super) fn open(folder: &Path, lora: Option<&Path>, strength: f64, shapes_only: bool) -> Result<Self> {
         let options = CausalLmOptions {
-            streamed: if only_shapes { 0.0 } else { 1.0 },
-            only_shapes,
+            streamed: if shapes_only { 0.0 } else { 1.0 },
+            shapes_only,
             ..CausalLmOptions::cpu()
         };
         let decoder = CausalLm::load(folder, &options)?;
@@ -60,7 +60,7 @@ impl MergedModel {
         let changes = &mut self.changes;
         let refuse = |name: &str| {
             EngineError::bad_input(format!(
-                "{}: its adapter of `{name}` is no LoRA (DoRA, LoKr and others are not merged yet): merge it with peft, or use a LoRA",
+                "{}: its adapter of `{name}` is not a LoRA (DoRA, LoKr and others are not merged yet): merge it with peft, or use a LoRA",
                 path.display()
             ))
         };

@@ -10,7 +10,7 @@ mod tests;
 use super::context::{Context, artifact_name};
 use super::lm_train::model_folder::write_model;
 use super::rate::Progress;
-use super::train::save_files::files_in_save;
+use super::save_files::files_in_save;
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::GgufExport;
 use aitk_common::attempt::Outcome;

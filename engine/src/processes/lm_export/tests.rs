@@ -60,7 +60,7 @@ fn config(name: &str) -> Value {
     config
 }
 
-/// Sets the vectors of tokens that are no ASCII text to zero, so that they are never the most probable ones: llama.cpp's server reports no
+/// Sets the vectors of tokens that are not ASCII text to zero, so that they are never the most probable ones: llama.cpp's server reports no
 /// tokens that are parts of characters.
 fn silence_bytes(file: &Path) {
     let mut tensors: BTreeMap<String, Tensor> = safetensors::load(file, &Device::Cpu).unwrap().into_iter().collect();
@@ -216,8 +216,8 @@ fn logits(path: &Path) -> Vec<f32> {
 }
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
-    let most = a.iter().fold(0f32, |most, value| most.max(value.abs()));
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / most
+    let max = a.iter().fold(0f32, |max, value| max.max(value.abs()));
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / max
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn exports_of_every_family_and_type_are_read_back() {
         write_base(&root.join("model"), name);
         let base = logits(&root.join("model"));
         // The largest difference of logits, as a share of the largest of them. Random weights make differences larger from block to block.
-        for (dtype, most) in [
+        for (dtype, max) in [
             ("f32", 1e-5),
             ("f16", 0.05),
             ("bf16", 0.3),
@@ -257,7 +257,7 @@ fn exports_of_every_family_and_type_are_read_back() {
             let file = format!("tiny-{dtype}.gguf");
             assert_eq!(artifact, Some(("model".into(), file.clone())));
             let found = largest_difference(&base, &logits(&root.join(&file)));
-            assert!(found <= most, "{name} {dtype}: {found}");
+            assert!(found <= max, "{name} {dtype}: {found}");
             if keep.is_some() {
                 let lines: String = PROMPTS
                     .iter()

@@ -13,7 +13,7 @@ use super::language_model_part::language_model_part;
 use super::rate::Progress;
 use crate::adapters::load_lora;
 use crate::device;
-use crate::device::allocator::FreePages;
+use crate::device::allocator::FreedMemory;
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{CausalLm, CausalLmOptions, open_tokenizer};
 use crate::pipelines::text::{
@@ -66,7 +66,7 @@ pub(super) fn run(process: &LmGenerateProcess, cx: &mut Context<'_>) -> Result<O
 /// The error with which [`run`] would end before it generates.
 pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()> {
     let options = CausalLmOptions {
-        only_shapes: true,
+        shapes_only: true,
         ..CausalLmOptions::cpu()
     };
     let mut model = CausalLm::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
@@ -138,7 +138,7 @@ fn generate_remaining(
         cx.log("info", note.clone());
     }
     // Memory that is freed while loading is returned to the system.
-    FreePages::Release.apply();
+    FreedMemory::Release.apply();
     let memory = MemoryOptions::of(cx.spec.profile);
     let folder = cx.local_path(&process.model.name_or_path)?;
     let options = CausalLmOptions {
@@ -150,8 +150,8 @@ fn generate_remaining(
     let mut model = CausalLm::load(&folder, &options)?;
     attach_lora(process, &mut model, cx)?;
     let (_, tokenizer) = open_tokenizer(&folder)?;
-    if !memory.pages_returned {
-        FreePages::Retain.apply();
+    if !memory.returns_freed_memory {
+        FreedMemory::Retain.apply();
     }
     let done = (total - remaining.len()) as u64;
     cx.phase("generating");

@@ -26,7 +26,7 @@ pub(super) enum PromptText {
     /// A text to continue.
     Continue(String),
     /// A gap to fill.
-    Fill { prefix: String, suffix: String },
+    Fim { prefix: String, suffix: String },
 }
 
 impl Prompt {
@@ -34,7 +34,7 @@ impl Prompt {
     pub(super) fn tokens(&self, tokenizer: &TextTokenizer) -> Result<Vec<u32>> {
         match &self.text {
             PromptText::Continue(text) => tokenizer.encode(text),
-            PromptText::Fill { prefix, suffix } => tokenizer.encode_fill(prefix, suffix),
+            PromptText::Fim { prefix, suffix } => tokenizer.encode_fim(prefix, suffix),
         }
     }
 }
@@ -70,7 +70,7 @@ pub(super) fn read(generate: &LmGenerateConfig, cx: &Context<'_>) -> Result<Vec<
         }
     };
     prompts.extend(generate.fill.iter().map(|item| Prompt {
-        text: PromptText::Fill {
+        text: PromptText::Fim {
             prefix: item.prefix.clone(),
             suffix: item.suffix.clone(),
         },
@@ -109,7 +109,7 @@ fn json_lines(text: &str) -> std::result::Result<Vec<Prompt>, String> {
             .map_err(|error| wrong(&format!("expected a JSON object with texts: {error}")))?;
         let text = match (line.prompt, line.prefix, line.suffix) {
             (Some(prompt), None, None) => PromptText::Continue(prompt),
-            (None, Some(prefix), Some(suffix)) => PromptText::Fill { prefix, suffix },
+            (None, Some(prefix), Some(suffix)) => PromptText::Fim { prefix, suffix },
             _ => return Err(wrong("expected either `prompt`, or `prefix` and `suffix`")),
         };
         prompts.push(Prompt {
@@ -142,7 +142,7 @@ mod tests {
             texts(prompts),
             [
                 text("a\nb"),
-                PromptText::Fill {
+                PromptText::Fim {
                     prefix: "x".into(),
                     suffix: String::new()
                 }

@@ -80,7 +80,7 @@ impl Results {
         let is = |key: &str, text: &str| line.get(key).and_then(Value::as_str) == Some(text);
         let is_same = match &prompt.text {
             PromptText::Continue(text) => is("prompt", text),
-            PromptText::Fill { prefix, suffix } => is("prefix", prefix) && is("suffix", suffix),
+            PromptText::Fim { prefix, suffix } => is("prefix", prefix) && is("suffix", suffix),
         };
         is_same && line.get("task_id").and_then(Value::as_str) == prompt.task_id.as_deref()
     }
@@ -100,7 +100,7 @@ impl Results {
     ) -> Result<()> {
         let (text, prefix, suffix) = match &prompt.text {
             PromptText::Continue(text) => (Some(text.as_str()), None, None),
-            PromptText::Fill { prefix, suffix } => (None, Some(prefix.as_str()), Some(suffix.as_str())),
+            PromptText::Fim { prefix, suffix } => (None, Some(prefix.as_str()), Some(suffix.as_str())),
         };
         let line = Line {
             index: number,

@@ -19,7 +19,7 @@ fn workspace() -> tempfile::TempDir {
     root
 }
 
-/// Collects events, and stops after so many texts.
+/// Collects events, and stops after this many texts.
 struct Events {
     events: Vec<ChildEvent>,
     stop: StopSignal,

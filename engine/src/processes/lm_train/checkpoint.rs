@@ -2,8 +2,8 @@
 //! one in the run folder; else it starts anew.
 
 use super::super::context::Context;
-use super::super::train::folder::{RunFolder, checkpoint_error};
-use super::super::train::record;
+use super::super::run_folder::{RunFolder, checkpoint_error};
+use super::super::step_recorder;
 use super::run::{Run, trainer};
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
@@ -165,7 +165,7 @@ impl Run<'_> {
             add(role, tensors)?;
         }
         if !self.metrics.is_empty() {
-            add(record::ROLE, &self.metrics.tensors()?)?;
+            add(step_recorder::ROLE, &self.metrics.tensors()?)?;
         }
         let mut state = self.identity();
         state.insert("state_version".into(), STATE_VERSION.into());

@@ -65,14 +65,14 @@ impl Run<'_> {
         };
         let model = self.eval_model.as_ref().unwrap_or(&self.model);
         let ids = tokenizer.encode(prompt, true)?;
-        let most = model.config().max_positions;
-        if ids.is_empty() || ids.len() >= most {
+        let max = model.config().max_positions;
+        if ids.is_empty() || ids.len() >= max {
             return Err(EngineError::bad_input(format!(
-                "sample.prompts: a prompt has {} tokens; expected at least 1 and fewer than the model's {most} positions",
+                "sample.prompts: a prompt has {} tokens; expected at least 1 and fewer than the model's {max} positions",
                 ids.len()
             )));
         }
-        let count = (self.process.sample.max_new_tokens as usize).min(most - ids.len());
+        let count = (self.process.sample.max_new_tokens as usize).min(max - ids.len());
         let mut caches = [model.new_cache()];
         let mut new: Vec<u32> = Vec::new();
         let mut next = ids;

@@ -71,8 +71,8 @@ impl Data {
             false => RowPlan::single(documents),
         };
         let (trained, held_out_rows) = (rows(read.trained), rows(read.held_out));
-        let most = validation.map_or(0, |validation| validation.max_rows as usize);
-        let held_out_rows = held_out_rows.truncated(most);
+        let max = validation.map_or(0, |validation| validation.max_rows as usize);
+        let held_out_rows = held_out_rows.truncated(max);
         let train = &process.train;
         let order = RowOrder::new(
             trained.len(),

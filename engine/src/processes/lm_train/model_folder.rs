@@ -124,13 +124,13 @@ fn bytes_of(dims: &[usize], dtype: DType) -> u64 {
     (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64
 }
 
-/// The names of the tensors of each file, in their order; each file has at most `most` bytes, or a single tensor.
-fn shards(tensors: &BTreeMap<String, Weight>, dtype: DType, most: u64) -> Vec<Vec<&str>> {
+/// The names of the tensors of each file, in their order; each file has at most `max` bytes, or a single tensor.
+fn shards(tensors: &BTreeMap<String, Weight>, dtype: DType, max: u64) -> Vec<Vec<&str>> {
     let mut shards: Vec<Vec<&str>> = vec![Vec::new()];
     let mut bytes = 0;
     for (name, weight) in tensors {
         let own = bytes_of(weight.dims(), dtype);
-        if bytes + own > most && bytes > 0 {
+        if bytes + own > max && bytes > 0 {
             shards.push(Vec::new());
             bytes = 0;
         }

@@ -1,15 +1,15 @@
 //! Prepares a run: reads the data, loads the model and finds the state to resume from.
 
 use super::super::context::Context;
-use super::super::train::folder::{FolderNames, RunFolder};
-use super::super::train::record::StepRecorder;
+use super::super::run_folder::{FolderNames, RunFolder};
+use super::super::step_recorder::StepRecorder;
 use super::checkpoint::resumed_seed;
 use super::data::Data;
 use super::run::{Run, trainer};
 use super::target::TrainedParameters;
 use crate::checkpointing::Checkpointing;
 use crate::data::tokens::DocumentTokenizer;
-use crate::device::allocator::FreePages;
+use crate::device::allocator::FreedMemory;
 use crate::device::{self, Compute};
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{CausalLm, CausalLmConfig, CausalLmOptions, PositionKind};
@@ -34,7 +34,7 @@ impl<'a> Run<'a> {
             training_folder: process.training_folder.as_deref(),
             name: process.name.as_deref(),
             stem: ("config.name", &job),
-            folders: true,
+            saves_are_folders: true,
         };
         let folder = RunFolder::open_as(&names, cx)?;
         cx.log_file.open(&folder.path.join(LOG_FILE))?;
@@ -74,15 +74,15 @@ impl<'a> Run<'a> {
                 adapted: None,
             }),
             streamed: memory_options.denoiser_streamed,
-            only_shapes: false,
+            shapes_only: false,
         };
-        FreePages::Release.apply();
+        FreedMemory::Release.apply();
         let mut model = match process.model.from_config {
             true => CausalLm::from_config(&model_folder, &options, seed)?,
             false => CausalLm::load(&model_folder, &options)?,
         };
-        if !memory_options.pages_returned {
-            FreePages::Retain.apply();
+        if !memory_options.returns_freed_memory {
+            FreedMemory::Retain.apply();
         }
         model.checkpointing =
             Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
@@ -130,7 +130,7 @@ pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) 
         CausalLmConfig::read_new(&folder)?;
     } else {
         let options = CausalLmOptions {
-            only_shapes: true,
+            shapes_only: true,
             ..CausalLmOptions::cpu()
         };
         let Ok(mut model) = CausalLm::load(&folder, &options) else {
@@ -179,19 +179,19 @@ fn open_tokenizer(
     Ok((model_folder, config, tokenizer))
 }
 
-/// Checks that the model has so many positions.
+/// Checks that the model has this many positions.
 fn check_context(process: &LmTrainerProcess, config: &CausalLmConfig, cx: &mut Context<'_>) -> Result<()> {
-    let (context, most) = (process.context as usize, config.max_positions);
-    if context <= most {
+    let (context, max) = (process.context as usize, config.max_positions);
+    if context <= max {
         return Ok(());
     }
     match config.positions {
         PositionKind::Learned => Err(EngineError::bad_input(format!(
-            "context: {context} tokens are more than the {most} positions of the model's table: set it to {most} or less"
+            "context: {context} tokens are more than the {max} positions of the model's table: set it to {max} or less"
         ))),
         PositionKind::Rotary(_) => {
             let message = format!(
-                "context: {context} tokens are more than the {most} that the model was trained with (`max_position_embeddings`): other programs \
+                "context: {context} tokens are more than the {max} that the model was trained with (`max_position_embeddings`): other programs \
                  may cut texts there"
             );
             cx.log("warn", message);

@@ -1,8 +1,8 @@
 //! The state of a run.
 
 use super::super::context::Context;
-use super::super::train::folder::RunFolder;
-use super::super::train::record::StepRecorder;
+use super::super::run_folder::RunFolder;
+use super::super::step_recorder::StepRecorder;
 use super::data::Data;
 use super::target::TrainedParameters;
 use crate::data::tokens::DocumentTokenizer;

@@ -1,9 +1,9 @@
 //! Saves during a run.
 
 use super::super::context::{Context, artifact_name};
+use super::super::run_folder::OtherSaves;
 use super::super::save_dtype::save_dtype;
-use super::super::train::folder::OtherSaves;
-use super::super::train::save_files::files_in_save;
+use super::super::save_files::files_in_save;
 use super::model_folder;
 use super::run::Run;
 use super::target::TrainedParameters;

@@ -1,6 +1,6 @@
 //! The loss and the gradients of a step, and the loss on held-out documents.
 
-use super::super::train::record::Measured;
+use super::super::step_recorder::Measured;
 use super::run::Run;
 use super::step_metrics::StepMetrics;
 use crate::data::tokens::TokenBatch;
@@ -15,7 +15,7 @@ fn loss_of(model: &CausalLm, batch: &TokenBatch, packing: bool, factor: f64) -> 
     let device = model.device();
     let mask = match packing {
         true => AttentionMask::Documents(batch.document_numbers(device)?),
-        // What fills up rows comes after them, and nothing is predicted from it.
+        // The padding comes after the documents, and nothing is predicted from it.
         false => AttentionMask::Causal,
     };
     let hidden = model.hidden(&batch.ids(device)?, &mask)?;

@@ -1,6 +1,6 @@
 //! What was measured of a step.
 
-use super::super::train::record::Measured;
+use super::super::step_recorder::Measured;
 use crate::training::StepReport;
 use std::collections::BTreeMap;
 

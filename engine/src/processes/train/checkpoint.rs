@@ -1,9 +1,9 @@
 //! Writes checkpoints: exact states, from which a run resumes ([`super::resume`]).
 
 use super::super::context::Context;
-use super::folder::checkpoint_error;
+use super::super::run_folder::checkpoint_error;
+use super::super::step_recorder;
 use super::merging::MERGED_ROLE;
-use super::record;
 use super::run::Run;
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
@@ -124,7 +124,7 @@ impl Run<'_> {
         if !self.metrics.is_empty() {
             let losses = self.metrics.tensors()?;
             writer
-                .add_file("losses.safetensors", record::ROLE, |out| {
+                .add_file("losses.safetensors", step_recorder::ROLE, |out| {
                     write_tensors(out, &losses, &BTreeMap::new())
                 })
                 .map_err(checkpoint_error)?;

@@ -187,7 +187,7 @@ fn without_buckets_all_images_are_in_the_same_batches() {
         Outcome::Failed { message, .. } => assert!(message.contains("500 x 500"), "{message}"),
         other => panic!("{other:?}"),
     }
-    // Images of one size that is no square.
+    // Images of one size that is not a square.
     std::fs::remove_dir_all(dir.path().join("out")).unwrap();
     process.datasets[0].size = Some(ImageSize(64, 32));
     process.datasets[0].cache_latents_to_disk = true;

@@ -1,8 +1,8 @@
 //! The metrics of a job's attempt for TensorBoard, as an artifact.
 
 use super::super::context::Context;
+use super::super::tensorboard::write_file;
 use super::run::Run;
-use super::tensorboard::write_file;
 use crate::error::Result;
 use aitk_common::fsutil;
 use aitk_common::tensorboard::EVENT_FILE;

@@ -1,6 +1,6 @@
 //! Whole runs of full fine-tunes on the tiny model.
 
-use super::save_files::files_in_save;
+use super::super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::saved_step;
 use crate::families::{LoadOptions, Model};

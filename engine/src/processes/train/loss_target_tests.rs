@@ -37,9 +37,9 @@ fn all_differ(a: &[f64], b: &[f64]) -> bool {
     a.iter().zip(b).all(|(a, b)| (a / b - 1.0).abs() > 1e-4)
 }
 
-fn all_equal(a: &[f64], b: &[f64], most: f64) -> bool {
+fn all_equal(a: &[f64], b: &[f64], max: f64) -> bool {
     assert_eq!(a.len(), b.len());
-    a.iter().zip(b).all(|(a, b)| (a / b - 1.0).abs() < most)
+    a.iter().zip(b).all(|(a, b)| (a / b - 1.0).abs() < max)
 }
 
 fn resumes_exactly(change: &dyn Fn(&mut TrainerProcess, &Path)) {

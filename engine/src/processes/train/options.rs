@@ -1,7 +1,7 @@
 //! Converts the config to the engine's types.
 
 use super::super::context::Context;
-use super::folder::SAMPLES;
+use super::super::run_folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::adapters::{
@@ -410,7 +410,7 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
         x0: train.t0_loss_target.then_some(X0Loss {
             weighted: train.t0_velocity_equiv_weight,
         }),
-        // As in ai-toolkit, it is no part of the loss of `source`.
+        // As in ai-toolkit, it is not part of the loss of `source`.
         spectrum: (train.do_fft_loss && !uses_source(process)).then_some(X0Loss {
             weighted: train.do_fft_velocity_equiv_weight,
         }),

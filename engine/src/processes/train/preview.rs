@@ -1,17 +1,16 @@
 //! A preview of a training before anything is loaded or sent: `aitk validate`.
 
+use super::super::in_place::in_place_attempt;
 use super::data::uses_regularisation;
 use super::image_batches::image_batch;
 use super::options;
 use crate::data::{DatasetContents, DatasetOptions, DatasetReport};
 use crate::error::{EngineError, Result};
 use crate::processes::{Context, LogFile, OutputRequests, StopSignal};
-use aitk_common::attempt::AttemptSpec;
 use aitk_common::job::JobSpec;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use serde::Serialize;
-use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -145,15 +144,4 @@ impl TrainingPreview {
         self.epochs = Some(epochs);
         Ok(())
     }
-}
-
-/// The spec of an attempt that runs in place, to check what it reads. `inputs`: the local path of each path in the config. It is parsed from JSON, so that fields with defaults are not listed here.
-pub(crate) fn in_place_attempt(inputs: &BTreeMap<String, PathBuf>) -> Result<AttemptSpec> {
-    let spec = json!({
-        "job_id": "validate", "attempt_id": "validate", "epoch": 1, "job": {}, "config_text": "", "config_format": "yaml",
-        "inputs": inputs, "output_root": null, "resume_from": null, "device": {"kind": "cpu", "index": 0},
-        "profile": "cpu_only", "seed": 0,
-    });
-    serde_json::from_value(spec)
-        .map_err(|error| EngineError::Internal(format!("cannot make the spec of a preview: {error}")))
 }

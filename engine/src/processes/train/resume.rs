@@ -5,11 +5,11 @@
 //! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::context::Context;
+use super::super::run_folder::{RunFolder, checkpoint_error};
 use super::checkpoint::{
     INTERRUPTED_KEY, KEPT_KEY, NON_FINITE_KEY, REQUESTED_KEY, START_KEY, STATE_VERSION, UNMEASURED_KEY, WORD_KEY,
 };
 use super::embedding::TrainedEmbedding;
-use super::folder::{RunFolder, checkpoint_error};
 use super::merging::MERGED_ROLE;
 use super::run::Run;
 use super::target::TrainedParameters;

@@ -1,9 +1,9 @@
 //! The state of a training run.
 
 use super::super::events::StopSignal;
+use super::super::run_folder::RunFolder;
+use super::super::step_recorder::StepRecorder;
 use super::data::TrainingData;
-use super::folder::RunFolder;
-use super::record::StepRecorder;
 use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
 use super::target::TrainedParameters;

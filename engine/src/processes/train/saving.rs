@@ -1,9 +1,9 @@
 //! Saves during a run, and the end of a run.
 
 use super::super::context::{Context, artifact_name};
-use super::folder::OtherSaves;
+use super::super::run_folder::OtherSaves;
+use super::super::save_files::files_in_save;
 use super::run::Run;
-use super::save_files::files_in_save;
 use crate::error::Result;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;

@@ -376,13 +376,13 @@ impl Run<'_> {
         }
     }
 
-    /// The empty prompt for so many items, if the training uses guidance. It is no caption: no text encoder is trained on it.
+    /// The empty prompt for this many items, if the training uses guidance. It is not a caption: no text encoder is trained on it.
     fn cfg_empty_prompt(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
         let empty = || vec![String::new(); items];
         cfg.map(|_| self.encode_frozen(&empty())).transpose()
     }
 
-    /// The prompt of the unconditional prediction of the guidance loss for so many items, if there is one.
+    /// The prompt of the unconditional prediction of the guidance loss for this many items, if there is one.
     /// It is encoded without the adapter, as in ai-toolkit, which encodes it before the training.
     fn guidance_loss_prompt(&mut self, items: usize, handle: Option<&AdapterHandle>) -> Result<Option<Conditioning>> {
         let train = &self.process.train;

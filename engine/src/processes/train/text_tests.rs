@@ -320,7 +320,7 @@ fn without_its_text_encoders_a_model_is_saved_whole() {
         });
         let tensors = |root: &Path| -> BTreeMap<String, Vec<u8>> {
             let save = root.join("out/tiny");
-            let mut files = super::save_files::files_in_save(&match format {
+            let mut files = super::super::save_files::files_in_save(&match format {
                 SaveFormat::Safetensors => save.join("tiny.safetensors"),
                 SaveFormat::Diffusers => save.join("tiny"),
             });

@@ -13,8 +13,6 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::validation::ValidationConfig;
 use candle_core::{DType, Device, Tensor};
 
-/// The name of the metric.
-pub(super) const METRIC: &str = "val/loss";
 /// The seed of the codec's samples, and of the noise of the first image; each image's is one higher.
 const SEED: u64 = 42;
 

@@ -1,9 +1,10 @@
 //! Measures the loss on the images of `train.validation_config`.
 
 use super::super::context::Context;
+use super::super::step_recorder::VALIDATION_METRIC;
 use super::run::Run;
 use super::step::ItemInputs;
-use super::validation::{Image, METRIC, Validation};
+use super::validation::{Image, Validation};
 use crate::adapters::AdapterPass;
 use crate::error::{EngineError, Result};
 use crate::training::NoiseDraw;
@@ -47,7 +48,11 @@ impl Run<'_> {
         self.validation_is_pending = false;
         if let Some(line) = self.metrics.add_validation(self.start_step, loss) {
             let named = |(from, to): (&str, &str)| Some((to.to_owned(), *line.values.get(from)?));
-            let names = [("lr", "learning_rate"), ("loss", "loss/loss"), (METRIC, METRIC)];
+            let names = [
+                ("lr", "learning_rate"),
+                ("loss", "loss/loss"),
+                (VALIDATION_METRIC, VALIDATION_METRIC),
+            ];
             let values = names
                 .into_iter()
                 .filter_map(named)

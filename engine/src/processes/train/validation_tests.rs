@@ -1,8 +1,8 @@
 //! The loss on fixed images, against diffusers (`tests/reference/make_validation.py`), and what it leaves alone.
 
+use super::super::step_recorder::VALIDATION_METRIC;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, trainer};
 use super::transformer_test_runs::{complete, flow_trainer};
-use super::validation::METRIC;
 use crate::processes::{EventSink, StopSignal, run};
 use crate::testing::{fixtures, in_own_folder, in_portable_mode, sampled_cases};
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -170,7 +170,7 @@ fn a_loss_that_an_interruption_prevented_is_measured_on_resume() {
         let file = std::fs::File::open(root.join("out/tiny/metrics.jsonl")).unwrap();
         let lines = step_metrics::read(file).unwrap().into_iter();
         lines
-            .map(|line| (line.step, line.values.get(METRIC).copied()))
+            .map(|line| (line.step, line.values.get(VALIDATION_METRIC).copied()))
             .collect()
     };
     let interrupted = values(one.path());
@@ -179,7 +179,7 @@ fn a_loss_that_an_interruption_prevented_is_measured_on_resume() {
     other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000002"));
     for spec in [&other, &first] {
         let (_, events) = run_spec(spec);
-        let is_measured = |event: &ChildEvent| matches!(event, ChildEvent::Metrics { step: 2, values } if values.get(METRIC).copied() == interrupted[0].1);
+        let is_measured = |event: &ChildEvent| matches!(event, ChildEvent::Metrics { step: 2, values } if values.get(VALIDATION_METRIC).copied() == interrupted[0].1);
         assert!(events.iter().any(is_measured), "{}", logs(&events));
     }
     for root in [one.path(), two.path()] {

@@ -3,8 +3,8 @@
 use super::super::context::Context;
 use super::super::job_metadata::{job_metadata, software};
 use super::super::save_dtype::save_dtype;
+use super::super::save_files::files_in_save;
 use super::run::Run;
-use super::save_files::files_in_save;
 use super::target::TrainedParameters;
 use crate::adapters::{lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};

@@ -132,7 +132,7 @@ fn overall_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
     let squares = |all: &mut dyn Iterator<Item = f32>| all.map(|norm| norm * norm).sum::<f32>().sqrt();
     let (mut of_loss, mut of_gradients) = (0f32, 0f32);
     for ((loss, found), (expected_loss, expected)) in ours.iter().zip(expected) {
-        // NaN is no number below a tolerance: it must not get lost in a maximum.
+        // NaN is not a number below a tolerance: it must not get lost in a maximum.
         let difference = squares(&mut found.iter().zip(expected).map(|(a, b)| norm(&(a - b).unwrap())));
         assert!(loss.is_finite() && difference.is_finite());
         of_loss = of_loss.max((loss / expected_loss - 1.0).abs());

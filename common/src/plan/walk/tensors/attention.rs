@@ -164,7 +164,7 @@ impl Walk {
         result
     }
 
-    /// The softmax of so many scores, in float32.
+    /// The softmax of this many scores, in float32.
     fn wide_softmax(&self, scores: Shaped, count: f64) -> Shaped {
         let shifted = self.floats(count);
         let exponentials = self.floats(count);
@@ -174,7 +174,7 @@ impl Walk {
         result
     }
 
-    /// The softmax of so many scores, in the compute dtype.
+    /// The softmax of this many scores, in the compute dtype.
     fn probabilities(&self, scores: Shaped, count: f64) -> Shaped {
         if self.backend.has_cuda_kernels() {
             let result = self.numbers(count);

@@ -39,7 +39,7 @@ impl Walk {
         self.tensor([elements, 1.0, 1.0, 1.0], false)
     }
 
-    /// A copy in float32 of so many numbers of the compute dtype; `None` if they are in float32.
+    /// A copy in float32 of this many numbers of the compute dtype; `None` if they are in float32.
     pub(super) fn widened(&self, elements: f64) -> Option<Shaped> {
         self.backend.is_half().then(|| self.floats(elements))
     }

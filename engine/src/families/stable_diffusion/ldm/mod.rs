@@ -117,8 +117,8 @@ impl LdmNames {
     }
 
     /// Whether a tensor of a text encoder is saved as a part of another one.
-    pub(super) fn is_joined_to_another(&self, spec: &TextEncoderSpec, name: &str) -> bool {
-        matches!(spec.layout, TextLayout::OpenClip(_)) && open_clip::is_joined_to_another(name)
+    pub(super) fn is_saved_with_queries(&self, spec: &TextEncoderSpec, name: &str) -> bool {
+        matches!(spec.layout, TextLayout::OpenClip(_)) && open_clip::is_saved_with_queries(name)
     }
 
     /// The LDM name of a tensor of the U-Net.

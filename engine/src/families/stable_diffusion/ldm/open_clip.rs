@@ -71,7 +71,7 @@ pub(in super::super) enum SavedTensor {
     /// The transpose of one.
     Transposed(String),
     /// Several, one below the other.
-    Joined(Vec<String>),
+    Concatenated(Vec<String>),
 }
 
 /// The OpenCLIP name of a tensor with this name of transformers, and what it is made from. `None` for keys and values,
@@ -91,7 +91,7 @@ pub(super) fn to_open_clip(name: &str) -> Option<(String, SavedTensor)> {
             .map(|part| format!("{}{block}.self_attn.{part}.{kind}", BLOCKS.1));
         return Some((
             format!("{}{block}.attn.in_proj_{kind}", BLOCKS.0),
-            SavedTensor::Joined(parts.collect()),
+            SavedTensor::Concatenated(parts.collect()),
         ));
     }
     let (old, new) = BLOCK_LAYERS.iter().find(|(_, new)| inner.starts_with(new))?;
@@ -99,7 +99,7 @@ pub(super) fn to_open_clip(name: &str) -> Option<(String, SavedTensor)> {
 }
 
 /// Whether the tensor is saved as a part of another one.
-pub(super) fn is_joined_to_another(name: &str) -> bool {
+pub(super) fn is_saved_with_queries(name: &str) -> bool {
     let inner = name.strip_prefix(BLOCKS.1).and_then(|rest| rest.split_once('.'));
     inner.is_some_and(|(_, inner)| inner.starts_with("self_attn.k_proj.") || inner.starts_with("self_attn.v_proj."))
 }

@@ -215,7 +215,7 @@ fn type_name(dtype: GgmlDType) -> &'static str {
 ///
 /// `q4_k` has 6 bits (`q6_k`) for the table of embeddings, the output layer, and, in the first and last eighth of the blocks and every third one
 /// between them, for the values and the second layer of the feed-forward network: the mixture that llama.cpp calls `Q4_K_M`. Rows that are no
-/// multiple of 256 have 8 bits; rows that are no multiple of 32, 16.
+/// multiple of 256 have 8 bits; rows that are not a multiple of 32, 16.
 fn tensor_type(dtype: LmExportType, name: &str, shape: &[usize], config: &CausalLmConfig) -> GgmlDType {
     let [_, row] = shape else {
         return GgmlDType::F32;

@@ -44,7 +44,7 @@ impl GgufModel {
     /// Opens the model in a file.
     ///
     /// # Errors
-    /// When the file is no GGUF file or damaged, or is not of a model that this release runs; the error says why.
+    /// When the file is not a GGUF file or damaged, or is not of a model that this release runs; the error says why.
     pub(in super::super) fn open(path: &Path) -> Result<Self> {
         let metadata = Metadata::read(path)?;
         let index = Index::open(path)?;

@@ -72,7 +72,7 @@ fn models_of_every_family_have_the_same_logits_after_export() {
         write_tokenizer(&folder, VOCABULARY);
         export(&folder, &file, LmExportType::F32);
         let (before, after) = (logits(&folder), logits(&file));
-        let largest = before.iter().fold(0f32, |most, value| most.max(value.abs()));
+        let largest = before.iter().fold(0f32, |max, value| max.max(value.abs()));
         for (a, b) in before.iter().zip(&after) {
             assert!((a - b).abs() <= 1e-5 * largest, "{name}: {a} {b}");
         }
@@ -120,7 +120,7 @@ fn the_tokenizer_is_the_same_after_export() {
         let ids = before.encode(text).unwrap();
         assert_eq!(after.decode(&ids).unwrap(), before.decode(&ids).unwrap());
     }
-    assert_eq!(after.fill_tokens(), before.fill_tokens());
+    assert_eq!(after.fim_tokens(), before.fim_tokens());
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The metadata of a tokenizer in GGUF files (`tokenizer.ggml.*`), from `tokenizer.json`.
 
-use super::super::tokenizer::TextTokenizer;
+use super::super::tokenizer::{FimTokens, TextTokenizer};
 use super::pre_tokenizer;
 use crate::error::{EngineError, Result};
 use crate::models::config;
@@ -58,8 +58,7 @@ pub(super) fn metadata(
             ids.insert("eot", other);
         }
     }
-    if let Some(fill) = tokenizer.fill_tokens() {
-        let [prefix, suffix, middle] = fill.ids;
+    if let Some(FimTokens { prefix, suffix, middle }) = tokenizer.fim_tokens() {
         ids.extend([("fim_pre", prefix), ("fim_suf", suffix), ("fim_mid", middle)]);
     }
     out.extend(
@@ -119,7 +118,7 @@ fn merges(model: &Value) -> std::result::Result<Vec<String>, String> {
         pair => Some(format!("{} {}", pair.get(0)?.as_str()?, pair.get(1)?.as_str()?)),
     };
     let all: Option<Vec<String>> = list.ok_or("it has no `model.merges`")?.iter().map(merge).collect();
-    all.ok_or_else(|| "an entry of `model.merges` is no pair of texts".to_owned())
+    all.ok_or_else(|| "an entry of `model.merges` is not a pair of texts".to_owned())
 }
 
 /// The ids of the special tokens that `tokenizer_config.json` names, or else `config.json`.

@@ -39,8 +39,8 @@ pub(super) fn micro_batch(targets: &PromptTargets, run: &mut Run<'_>, at: MicroB
     };
     let size = *choice(&targets.sizes, &mut generator)?;
     // At least one step, and not the last one.
-    let most = i64::from(run.process.train.max_denoising_steps) - 1;
-    let steps = generator.randint(1, most.max(2), 1)[0] as usize;
+    let max = i64::from(run.process.train.max_denoising_steps) - 1;
+    let steps = generator.randint(1, max.max(2), 1)[0] as usize;
     let share = 1.0 / parts.len() as f64;
     let passes = match of_images {
         // All parts have the same latents.

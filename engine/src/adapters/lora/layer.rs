@@ -1,8 +1,8 @@
 //! One LoRA layer: `y + up(dropout(down(dropout(x)))) * alpha / rank * multiplier`.
 
-use super::handle::AdapterHandle;
-use super::stored_matrix::StoredMatrix;
-use super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
+use super::super::handle::AdapterHandle;
+use super::super::stored_matrix::StoredMatrix;
+use super::super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
 use crate::families::AdapterNames;
 use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank};
 use crate::rng::generator_from_text;
@@ -49,8 +49,8 @@ pub struct LoraLayer {
     /// What training drops.
     pub dropout: Dropout,
     /// How saved files name its tensors.
-    pub(super) names: AdapterNames,
-    pub(super) handle: Arc<AdapterHandle>,
+    pub(crate) names: AdapterNames,
+    pub(crate) handle: Arc<AdapterHandle>,
 }
 
 impl LoraLayer {

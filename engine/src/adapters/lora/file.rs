@@ -1,18 +1,18 @@
 //! LoRA and LoCon in files.
 
-use super::file_layer::{FileLayer, RoleTensors, Site};
-use super::joined::split;
-use super::keys::TensorRole;
+use super::super::file_layer::{FileLayer, RoleTensors, Site};
+use super::super::joined::split;
+use super::super::keys::TensorRole;
+use super::super::names::NamedLayers;
+use super::super::weight_adapter::WeightAdapter;
 use super::layer::{Dropout, LoraLayer};
-use super::names::NamedLayers;
 use super::tensors::LoraTensors;
-use super::weight_adapter::WeightAdapter;
 use candle_core::{Result, Tensor, Var};
 use std::any::Any;
 use std::sync::Arc;
 
-/// Reads the tensors of a layer. `None`: they are no LoRA.
-pub(super) fn read_lora(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
+/// Reads the tensors of a layer. `None`: they are not a LoRA.
+pub(crate) fn read_lora(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
     let (down, up) = match (found.get(TensorRole::Down), found.get(TensorRole::Up)) {
         (Some(down), Some(up)) => (down, up),
         (None, None) => return None,

@@ -1,6 +1,6 @@
 //! The run folder (docs/run-folder.md): file names, the lock, retention.
 
-use super::super::context::Context;
+use super::context::Context;
 use super::save_files::files_in_save;
 use crate::error::{EngineError, Result};
 use aitk_common::checkpoint::CheckpointError;
@@ -45,10 +45,10 @@ pub(crate) struct FolderNames<'a> {
     pub(crate) training_folder: Option<&'a str>,
     /// `name` of the process.
     pub(crate) name: Option<&'a str>,
-    /// What the names of saves begin with, and its key.
+    /// The key of the config with what the names of saves begin with, and its value.
     pub(crate) stem: (&'a str, &'a str),
     /// Whether saves are folders.
-    pub(crate) folders: bool,
+    pub(crate) saves_are_folders: bool,
 }
 
 impl RunFolder {
@@ -60,7 +60,7 @@ impl RunFolder {
             training_folder: process.training_folder.as_deref(),
             name: process.name.as_deref(),
             stem: ("embedding.trigger", process.save_stem(&job)),
-            folders: process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers,
+            saves_are_folders: process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers,
         };
         Self::open_as(&names, cx)
     }
@@ -93,7 +93,7 @@ impl RunFolder {
             path,
             config,
             stem: stem.to_owned(),
-            folders: names.folders,
+            folders: names.saves_are_folders,
             _lock: lock,
         })
     }
@@ -146,7 +146,7 @@ impl RunFolder {
     }
 
     /// Removes old step saves and old checkpoints, after the save of `step`. Returns what is removed, including saves
-    /// that another machine made and that are not on this disk. `keep`: so many step saves stay; 0: all.
+    /// that another machine made and that are not on this disk. `keep`: this many step saves stay; 0: all.
     pub(crate) fn apply_retention(&self, keep: u64, step: u64, other: OtherSaves<'_>) -> Result<ExpiredSaves> {
         aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), KEPT_CHECKPOINTS).map_err(checkpoint_error)?;
         if keep == 0 {

@@ -1,7 +1,6 @@
 //! The metrics of a run's steps: `metrics.jsonl`, and the plot of the loss.
 
 use super::tensorboard::EventLog;
-use super::validation::METRIC;
 use crate::error::{EngineError, Result};
 use crate::training::StepReport;
 use aitk_common::checkpoint::Checkpoint;
@@ -14,6 +13,9 @@ use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+
+/// The name of the metric of the validation loss.
+pub(super) const VALIDATION_METRIC: &str = "val/loss";
 
 /// The role of the checkpoint file with all losses so far, so that a run resumed on another machine has the whole
 /// curve.
@@ -36,7 +38,7 @@ impl Measured {
     /// The metrics, by name.
     pub(crate) fn values(&self) -> impl Iterator<Item = (String, f64)> {
         let named = [
-            (METRIC, self.validation),
+            (VALIDATION_METRIC, self.validation),
             ("data_share", self.data_share),
             ("perplexity", self.perplexity),
             ("val/perplexity", self.validation_perplexity),
@@ -114,7 +116,7 @@ impl StepRecorder {
             let value = |entry: &StepMetrics| entry.values.get(name).copied().unwrap_or(f64::NAN);
             earlier.values().map(value).collect::<Vec<f64>>()
         };
-        (self.learning_rates, self.validations) = (column("lr"), column(METRIC));
+        (self.learning_rates, self.validations) = (column("lr"), column(VALIDATION_METRIC));
         if let Some(events) = &mut self.events {
             events.set_earlier(earlier.values().cloned());
         }
@@ -160,7 +162,7 @@ impl StepRecorder {
     /// not known.
     pub(crate) fn add_validation(&mut self, step: u64, loss: f64) -> Option<StepMetrics> {
         let mut line = self.resumed.take().filter(|line| line.step == step)?;
-        line.values.insert(METRIC.to_owned(), loss);
+        line.values.insert(VALIDATION_METRIC.to_owned(), loss);
         *self.validations.last_mut()? = loss;
         // A reader takes the last line of a step.
         let _warning = self.write(&line);
@@ -211,7 +213,7 @@ impl StepRecorder {
         ]);
         if self.validations.iter().any(|loss| !loss.is_nan()) {
             let losses = Tensor::new(self.validations.clone(), &Device::Cpu)?;
-            tensors.insert(METRIC.to_owned(), losses);
+            tensors.insert(VALIDATION_METRIC.to_owned(), losses);
         }
         Ok(tensors)
     }
@@ -237,12 +239,12 @@ fn losses_of(checkpoint: &Checkpoint) -> Vec<StepMetrics> {
         let steps = tensors.get("step")?.to_vec1::<i64>().ok()?;
         let column = |name: &str| tensors.get(name)?.to_vec1::<f64>().ok();
         let (losses, learning_rates) = (column("loss")?, column("lr")?);
-        let validations = column(METRIC).unwrap_or_else(|| vec![f64::NAN; steps.len()]);
+        let validations = column(VALIDATION_METRIC).unwrap_or_else(|| vec![f64::NAN; steps.len()]);
         let rows = steps.into_iter().zip(losses).zip(learning_rates).zip(validations);
         let entry = |(((step, loss), rate), validation): (((i64, f64), f64), f64)| {
             let mut values = BTreeMap::from([("loss".to_owned(), loss), ("lr".to_owned(), rate)]);
             if !validation.is_nan() {
-                values.insert(METRIC.to_owned(), validation);
+                values.insert(VALIDATION_METRIC.to_owned(), validation);
             }
             StepMetrics {
                 step: u64::try_from(step).unwrap_or(0),

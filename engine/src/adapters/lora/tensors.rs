@@ -19,7 +19,7 @@ pub struct LoraTensors {
 
 impl LoraTensors {
     /// The rank.
-    pub(super) fn rank(&self) -> usize {
+    pub(crate) fn rank(&self) -> usize {
         self.down.dims()[0]
     }
 }

@@ -1,6 +1,6 @@
 //! The metrics of a run's steps for TensorBoard: `process.log_dir`.
 
-use super::super::context::{Context, expand_home};
+use super::context::{Context, expand_home};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::StepMetrics;
 use aitk_common::tensorboard;

@@ -1,9 +1,9 @@
 //! `network.type: lora`: low-rank changes of the layers' weights.
 
-use super::file_layer::FileLayer;
+use super::super::file_layer::FileLayer;
+use super::super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values, limit_norm_of, norm_of_product};
 use super::layer::LoraLayer;
 use super::tensors::LoraTensors;
-use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values, limit_norm_of, norm_of_product};
 use crate::families::AdapterNames;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Result, Tensor, Var};
@@ -23,7 +23,7 @@ impl AdapterType for Lora {
 }
 
 /// A layer whose `up` matrix, of the given shape, `make_up` makes.
-pub(super) fn new_layer(
+pub(crate) fn new_layer(
     new: NewLayer<'_>,
     generator: &mut TorchGenerator,
     make_up: impl FnOnce(&mut TorchGenerator, usize, &NewLayer<'_>, &[usize]) -> Result<Var>,
