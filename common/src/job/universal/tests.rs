@@ -103,7 +103,7 @@ fn errors_are_at_the_users_lines() {
             10,
             "expected cuda, mps, cpu",
         ),
-        (short("", "", "surprise:\n  a: 1\n"), 9, "no section"),
+        (short("", "", "surprise:\n  a: 1\n"), 9, "not a section"),
         (short("", "", "output:\n  - a\n"), 10, "expected a map"),
     ] {
         let error = read(&text).unwrap_err();

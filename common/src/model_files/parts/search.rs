@@ -398,7 +398,7 @@ impl<'a> Search<'a> {
                 config: self.config(place),
             }),
             None => Err(format!(
-                "{} is no {}: {}",
+                "{} is not a {}: {}",
                 path.display(),
                 place.title(),
                 contents(&weights)
