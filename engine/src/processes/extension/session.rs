@@ -243,15 +243,15 @@ mod tests {
             ),
             (
                 vec![HELLO, r#"{"type":"progress","step":-1,"total":2}"#],
-                "no message of the protocol",
+                "not a message of the protocol",
             ),
             (
                 vec![HELLO, r#"{"type":"progress","step":1,"total":2,"loss":1e999}"#],
-                "no message of the protocol",
+                "not a message of the protocol",
             ),
-            (vec![HELLO, r#"{"type":"surprise"}"#], "no message of the protocol"),
+            (vec![HELLO, r#"{"type":"surprise"}"#], "not a message of the protocol"),
             (vec!["print"], "standard error"),
-            (vec![""], "no message of the protocol"),
+            (vec![""], "not a message of the protocol"),
         ] {
             let error = send(&lines).unwrap_err();
             assert!(error.contains(expected), "{lines:?}: {error}");
