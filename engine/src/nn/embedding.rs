@@ -3,28 +3,31 @@
 use crate::error::Result;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
-use candle_core::{Shape, Tensor};
+use crate::quant::Quantized;
+use candle_core::{Device, Shape, Tensor};
 
 /// A table of vectors, one for each id.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    /// [count, width]; never quantised.
+    /// [count, width]; never quantised by us.
     weight: Weight,
 }
 
 impl Embedding {
-    /// Loads `weight` ([count, width]).
+    /// Loads `weight` ([count, width]): streamed or in its stored form where the weights say so.
     ///
     /// # Errors
     /// When it is missing or has another shape.
     pub fn new(weights: &Weights, count: usize, width: usize) -> Result<Self> {
         let shape = Shape::from((count, width));
-        Ok(Self {
-            weight: match weights.stream(&shape, "weight")? {
-                Some(streamed) => Weight::Streamed(streamed),
-                None => Weight::Plain(weights.get_with(shape, "weight", Init::Normal(0.02))?),
-            },
-        })
+        let weight = if let Some(streamed) = weights.stream(&shape, "weight")? {
+            Weight::Streamed(streamed)
+        } else if let Some(stored) = weights.stored_table(&shape)? {
+            Weight::Quantized(stored)
+        } else {
+            Weight::Plain(weights.get_with(shape, "weight", Init::Normal(0.02))?)
+        };
+        Ok(Self { weight })
     }
 
     /// The table, [count, width].
@@ -55,8 +58,34 @@ impl Embedding {
         let ids = ids.flatten_all()?;
         let rows = match &self.weight {
             Weight::Streamed(table) => table.rows(&ids.to_vec1()?).map_err(candle_core::Error::wrap)?,
+            Weight::Quantized(table) if self.weight.has_slices() => stored_rows(table, &ids.to_vec1()?)?,
             table => table.dense()?.index_select(&ids.to_device(table.device())?, 0)?,
         };
         rows.reshape(shape)
+    }
+}
+
+/// Rows of a table in its stored form, [ids, width] in f32.
+fn stored_rows(table: &Quantized, ids: &[u32]) -> candle_core::Result<Tensor> {
+    let &[count, width] = table.dims() else {
+        candle_core::bail!("embedding: expected a table of two dimensions, found {:?}", table.dims());
+    };
+    if let Some(id) = ids.iter().find(|id| **id as usize >= count) {
+        candle_core::bail!("embedding: the id {id} is not in a table of {count} rows");
+    }
+    let read = table.with_rows(|rows| {
+        let rows = rows?;
+        let mut read = vec![0f32; ids.len() * width];
+        for (id, to) in ids.iter().zip(read.chunks_mut(width.max(1))) {
+            rows.read(*id as usize, 0, to);
+        }
+        Some(read)
+    })?;
+    match read {
+        Some(read) => Tensor::from_vec(read, (ids.len(), width), &Device::Cpu),
+        None => {
+            let ids = Tensor::from_slice(ids, ids.len(), &Device::Cpu)?;
+            table.dequantize()?.index_select(&ids, 0)
+        }
     }
 }

@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 pub use codes::Code;
 pub(crate) use halves::HalfFormat;
-pub(crate) use stored_rows::StoredRows;
+pub(crate) use stored_rows::{Q4_K_BYTES, Q8_0_BYTES, StoredFormat, StoredRows, q4_k_factors, q8_0_scale};
 
 /// A quantised weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]`.
 pub struct Quantized {

@@ -5,27 +5,32 @@ use super::halves::HalfFormat;
 use candle_core::quantized::GgmlDType;
 
 /// Bytes of a block of 32 weights in `q8_0`: a scale, and a signed byte for each weight.
-const Q8_0_BYTES: usize = 2 + 32;
+pub(crate) const Q8_0_BYTES: usize = 2 + 32;
 /// Bytes of a block of 256 weights in `q4_k`: two scales, 12 bytes with eight pairs of 6 bits, and half a byte for each weight.
-const Q4_K_BYTES: usize = 2 + 2 + 12 + 128;
+pub(crate) const Q4_K_BYTES: usize = 2 + 2 + 12 + 128;
 /// Bytes of a block of 256 weights in `q6_k`: 4 bits and 2 bits of each weight, 16 signed scales of 16 weights, and a scale of them all.
 const Q6_K_BYTES: usize = 128 + 64 + 16 + 2;
 
 /// The numbers of a weight [outputs, inputs] in the form in which they are stored.
 #[derive(Clone, Copy)]
 pub(crate) struct StoredRows<'a> {
-    format: Format<'a>,
+    pub(crate) format: StoredFormat<'a>,
     outputs: usize,
     inputs: usize,
 }
 
+/// A format, with its numbers in the order of the rows.
 #[derive(Clone, Copy)]
-enum Format<'a> {
+pub(crate) enum StoredFormat<'a> {
+    /// 16-bit floats, the low byte first.
     Half(HalfFormat, &'a [[u8; 2]]),
+    /// Blocks of 32 weights.
     Q8_0(&'a [[u8; Q8_0_BYTES]]),
+    /// Blocks of 256 weights.
     Q4K(&'a [[u8; Q4_K_BYTES]]),
+    /// Blocks of 256 weights.
     Q6K(&'a [[u8; Q6_K_BYTES]]),
-    /// A byte for each weight, 128 for zero, and a scale for each output.
+    /// A byte for each weight, 128 for zero, and a scale for each row.
     Int8(&'a [u8], &'a [f32]),
 }
 
@@ -33,7 +38,7 @@ impl<'a> StoredRows<'a> {
     /// A weight of 16-bit floats. `None` if the bytes do not match the shape.
     pub(crate) fn halves(format: HalfFormat, bytes: &'a [u8], dims: &[usize]) -> Option<Self> {
         let (numbers, rest) = bytes.as_chunks();
-        Self::new(Format::Half(format, numbers), numbers.len(), 1, dims).filter(|_| rest.is_empty())
+        Self::new(StoredFormat::Half(format, numbers), numbers.len(), 1, dims).filter(|_| rest.is_empty())
     }
 
     /// A weight in blocks of GGUF. `None` for formats that are not read here, and if blocks span several rows.
@@ -43,15 +48,15 @@ impl<'a> StoredRows<'a> {
             GgmlDType::F16 => Self::halves(HalfFormat::F16, bytes, dims),
             GgmlDType::Q8_0 => {
                 let blocks = bytes.as_chunks().0;
-                Self::new(Format::Q8_0(blocks), blocks.len() * 32, 32, dims)
+                Self::new(StoredFormat::Q8_0(blocks), blocks.len() * 32, 32, dims)
             }
             GgmlDType::Q4K => {
                 let blocks = bytes.as_chunks().0;
-                Self::new(Format::Q4K(blocks), blocks.len() * 256, 256, dims)
+                Self::new(StoredFormat::Q4K(blocks), blocks.len() * 256, 256, dims)
             }
             GgmlDType::Q6K => {
                 let blocks = bytes.as_chunks().0;
-                Self::new(Format::Q6K(blocks), blocks.len() * 256, 256, dims)
+                Self::new(StoredFormat::Q6K(blocks), blocks.len() * 256, 256, dims)
             }
             _ => None,
         }
@@ -66,13 +71,13 @@ impl<'a> StoredRows<'a> {
         dims: &[usize],
     ) -> Option<Self> {
         match code {
-            Code::Int8 => Self::new(Format::Int8(bytes, scales), bytes.len(), 1, dims)
+            Code::Int8 => Self::new(StoredFormat::Int8(bytes, scales), bytes.len(), 1, dims)
                 .filter(|rows| per_scale == rows.inputs && scales.len() == rows.outputs),
             _ => None,
         }
     }
 
-    fn new(format: Format<'a>, count: usize, per_block: usize, dims: &[usize]) -> Option<Self> {
+    fn new(format: StoredFormat<'a>, count: usize, per_block: usize, dims: &[usize]) -> Option<Self> {
         let [outputs, inputs] = *dims else {
             return None;
         };
@@ -101,26 +106,26 @@ impl<'a> StoredRows<'a> {
     pub(crate) fn read(&self, output: usize, start: usize, to: &mut [f32]) {
         let at = output * self.inputs + start;
         match self.format {
-            Format::Half(format, numbers) => format.widen(&numbers[at..at + to.len()], to),
-            Format::Q8_0(blocks) => {
+            StoredFormat::Half(format, numbers) => format.widen(&numbers[at..at + to.len()], to),
+            StoredFormat::Q8_0(blocks) => {
                 let (parts, _) = to.as_chunks_mut::<32>();
                 for (to, block) in parts.iter_mut().zip(&blocks[at / 32..]) {
                     read_q8_0(block, to);
                 }
             }
-            Format::Q4K(blocks) => {
+            StoredFormat::Q4K(blocks) => {
                 let (parts, _) = to.as_chunks_mut::<256>();
                 for (to, block) in parts.iter_mut().zip(&blocks[at / 256..]) {
                     read_q4_k(block, to);
                 }
             }
-            Format::Q6K(blocks) => {
+            StoredFormat::Q6K(blocks) => {
                 let (parts, _) = to.as_chunks_mut::<256>();
                 for (to, block) in parts.iter_mut().zip(&blocks[at / 256..]) {
                     read_q6_k(block, to);
                 }
             }
-            Format::Int8(codes, scales) => {
+            StoredFormat::Int8(codes, scales) => {
                 let scale = scales[output];
                 for (to, code) in to.iter_mut().zip(&codes[at..]) {
                     *to = (f32::from(*code) - 128.0) * scale;
@@ -146,35 +151,44 @@ fn half(low: u8, high: u8) -> f32 {
 
 #[inline(always)]
 fn read_q8_0(block: &[u8; Q8_0_BYTES], to: &mut [f32; 32]) {
-    let scale = half(block[0], block[1]);
+    let scale = q8_0_scale(block);
     for (to, code) in to.iter_mut().zip(&block[2..]) {
         *to = f32::from(code.cast_signed()) * scale;
     }
 }
 
+/// The scale of a block of `q8_0`.
+#[inline(always)]
+pub(crate) fn q8_0_scale(block: &[u8; Q8_0_BYTES]) -> f32 {
+    half(block[0], block[1])
+}
+
+/// The scales and the minima of the eight parts of 32 weights of a block of `q4_k`: a weight is its code times the scale, less the minimum.
+/// Part `2 n` has the low four bits of the `n`-th 32 bytes of codes, part `2 n + 1` the high ones.
+#[inline(always)]
+pub(crate) fn q4_k_factors(block: &[u8; Q4_K_BYTES]) -> [[f32; 8]; 2] {
+    let word = |at: usize| u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
+    // 6 bits each. Those of the last four parts are in two places: four bits in the last word, and the high two bits of the first words.
+    let (scales, minima, rest) = (word(4), word(8), word(12));
+    let join = |first: u32, low: u32| {
+        let [a, b, c, d] = (first & 0x3F3F_3F3F).to_le_bytes();
+        let [e, f, g, h] = ((low & 0x0F0F_0F0F) | (first >> 6 & 0x0303_0303) << 4).to_le_bytes();
+        [a, b, c, d, e, f, g, h].map(f32::from)
+    };
+    let (scale, min) = (half(block[0], block[1]), half(block[2], block[3]));
+    [join(scales, rest).map(|code| code * scale), join(minima, rest >> 4).map(|code| code * min)]
+}
+
 #[inline(always)]
 fn read_q4_k(block: &[u8; Q4_K_BYTES], to: &mut [f32; 256]) {
-    let (scale, min) = (half(block[0], block[1]), half(block[2], block[3]));
-    let packed = |at: usize| block[4 + at];
-    // Scale and minimum of part `at` of 32 weights: 6 bits each, those of the last four parts in two places.
-    let factors = |at: usize| match at < 4 {
-        true => (packed(at) & 63, packed(at + 4) & 63),
-        false => (
-            packed(at + 4) & 15 | packed(at - 4) >> 6 << 4,
-            packed(at + 4) >> 4 | packed(at) >> 6 << 4,
-        ),
-    };
+    let [scales, minima] = q4_k_factors(block);
     let (codes, _) = block[16..].as_chunks::<32>();
-    let (parts, _) = to.as_chunks_mut::<64>();
-    for (pair, (to, codes)) in parts.iter_mut().zip(codes).enumerate() {
-        let (low, high) = to.split_at_mut(32);
-        for (which, to) in [low, high].into_iter().enumerate() {
-            let (scale_code, min_code) = factors(2 * pair + which);
-            let (scale, min) = (scale * f32::from(scale_code), min * f32::from(min_code));
-            for (to, code) in to.iter_mut().zip(codes) {
-                let code = if which == 0 { code & 15 } else { code >> 4 };
-                *to = scale * f32::from(code) - min;
-            }
+    let (parts, _) = to.as_chunks_mut::<32>();
+    for (part, to) in parts.iter_mut().enumerate() {
+        let (scale, min) = (scales[part], minima[part]);
+        for (to, code) in to.iter_mut().zip(&codes[part / 2]) {
+            let code = if part % 2 == 0 { code & 15 } else { code >> 4 };
+            *to = scale * f32::from(code) - min;
         }
     }
 }

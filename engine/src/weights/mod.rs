@@ -75,6 +75,7 @@ pub struct Weights {
     prefix: String,
     quantization: Option<Arc<QuantizationConfig>>,
     streaming: Option<Arc<streamed::StreamingShare>>,
+    keeps_stored_tables: bool,
 }
 
 impl std::fmt::Debug for Weights {
@@ -99,6 +100,7 @@ impl Weights {
             prefix: String::new(),
             quantization: None,
             streaming: None,
+            keeps_stored_tables: false,
         }
     }
 
@@ -119,6 +121,35 @@ impl Weights {
             streaming: (share > 0.0).then(|| Arc::new(streamed::StreamingShare::new(share))),
             ..self
         }
+    }
+
+    /// The same tensors, with tables of embeddings kept in the form in which they are stored, where [`Self::stored_table`] can.
+    #[must_use]
+    pub fn keeping_stored_tables(self, keeps_stored_tables: bool) -> Self {
+        Self {
+            keeps_stored_tables,
+            ..self
+        }
+    }
+
+    /// The table `weight` [count, width] at this path in the form in which it is stored: 16-bit floats or blocks of GGUF on the CPU, whose
+    /// rows are read singly. `None` for other forms, on other devices, and without [`Self::keeping_stored_tables`].
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn stored_table(&self, shape: &Shape) -> Result<Option<Arc<Quantized>>> {
+        if !self.keeps_stored_tables || !self.inner.device.is_cpu() || is_portable() {
+            return Ok(None);
+        }
+        let table = match self.read_stored(shape, Index::read_quantized)? {
+            Some(table) => Some(table),
+            None => self.read_stored(shape, Index::read_half)?,
+        };
+        let has_rows = |table: &Arc<Quantized>| table.with_rows(|rows| rows.is_some());
+        Ok(match table {
+            Some(table) if has_rows(&table)? => Some(table),
+            _ => None,
+        })
     }
 
     /// The tensors of a file or folder (see [`Index::open`]), as `dtype` on `device`.
@@ -169,6 +200,7 @@ impl Weights {
             prefix: self.prefix.clone(),
             quantization: self.quantization.clone(),
             streaming: self.streaming.clone(),
+            keeps_stored_tables: self.keeps_stored_tables,
             ..Self::from_source(
                 self.source(),
                 dtype,
@@ -191,6 +223,7 @@ impl Weights {
             prefix: self.prefix.clone(),
             quantization: self.quantization.clone(),
             streaming: self.streaming.clone(),
+            keeps_stored_tables: self.keeps_stored_tables,
             ..Self::from_source(self.source(), self.inner.dtype, &self.inner.device, trainable_filter)
         }
     }
@@ -228,6 +261,7 @@ impl Weights {
             prefix,
             quantization: self.quantization.clone(),
             streaming: self.streaming.clone(),
+            keeps_stored_tables: self.keeps_stored_tables,
         }
     }
 

@@ -30,6 +30,9 @@ pub struct CausalLmOptions {
     pub quantization: Option<QuantizationConfig>,
     /// The share of the elements of layers' weights that stay in their files and are read at each use (0 to 1).
     pub streamed: f64,
+    /// Whether the table of embeddings, which may be the output layer too, stays as it is stored: to generate, where each token reads one of
+    /// its rows and multiplies all of them with one vector. A training widens it, once.
+    pub keeps_stored_table: bool,
     /// Whether all numbers are zero and take no memory: to check that a model can be loaded.
     pub shapes_only: bool,
 }
@@ -44,6 +47,7 @@ impl CausalLmOptions {
             trained: TrainableFilter::Nothing,
             quantization: None,
             streamed: 0.0,
+            keeps_stored_table: false,
             shapes_only: false,
         }
     }
@@ -100,6 +104,7 @@ impl CausalLm {
         let weights = Weights::from_index(with_prefix(index, &config), options.dtype, &options.device)
             .streamed(if is_frozen { options.streamed } else { 0.0 })
             .quantize_on_load(quantization.filter(|_| is_frozen))
+            .keeping_stored_tables(is_frozen && options.keeps_stored_table)
             .training(options.trained.clone());
         Self::new(&weights, config)
     }

@@ -1,12 +1,15 @@
-//! SIMD vectors of the CPU, and the choice of the vector isa.
+//! SIMD vectors of the CPU, and the choice of the instruction set.
 //!
-//! The unit is chosen once, at run time: AVX-512, else AVX2 with FMA, else portable arrays that the compiler vectorises
-//! (SSE2 on older x86-64 CPUs, NEON on ARM). Results on different units differ only by rounding.
+//! It is chosen once, at run time: AVX-512, else AVX2 with FMA, else portable arrays that the compiler vectorises
+//! (SSE2 on older x86-64 CPUs, NEON on ARM). Results of different instruction sets differ only by rounding.
 #![expect(
     unsafe_code,
     reason = "SIMD intrinsics are unsafe, and loads and stores take raw pointers"
 )]
 
+use super::widen::{Plain, Widen};
+#[cfg(target_arch = "x86_64")]
+use super::widen::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64 as x86;
 use std::sync::OnceLock;
@@ -17,9 +20,7 @@ use std::sync::OnceLock;
 ///
 /// # Safety
 /// Pointers must be valid for the elements that are read or written: [`Simd::LANES`] elements, or `n` elements.
-pub(crate) trait Simd: Copy {
-    /// A vector.
-    type V: Copy;
+pub(crate) trait Simd: Widen {
     /// The number of elements of a vector.
     const LANES: usize;
     /// Rows of the largest tile, of two vectors per row, that fits in registers.
@@ -86,7 +87,7 @@ pub(crate) fn best_isa() -> Isa {
     *ISA.get_or_init(|| available_isas().into_iter().next().unwrap_or(Isa::Scalar))
 }
 
-/// All units of this CPU, the best first.
+/// All instruction sets of this CPU, the best first.
 pub(crate) fn available_isas() -> Vec<Isa> {
     let mut found = Vec::new();
     #[cfg(target_arch = "x86_64")]
@@ -153,12 +154,7 @@ fn on_avx2<K: Kernel>(kernel: K) -> K::Output {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-pub(crate) struct Avx512;
-
-#[cfg(target_arch = "x86_64")]
 impl Simd for Avx512 {
-    type V = x86::__m512;
     const LANES: usize = 16;
     // 28 accumulators, two vectors of the right operand, one element of the left one: 31 of 32 registers.
     const ROWS: usize = 14;
@@ -254,10 +250,6 @@ impl Simd for Avx512 {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-pub(crate) struct Avx2;
-
-#[cfg(target_arch = "x86_64")]
 impl Avx2 {
     /// All bits set in the first `n` lanes.
     #[inline(always)]
@@ -270,7 +262,6 @@ impl Avx2 {
 
 #[cfg(target_arch = "x86_64")]
 impl Simd for Avx2 {
-    type V = x86::__m256;
     const LANES: usize = 8;
     // 12 accumulators, two vectors, one element: 15 of 16 registers.
     const ROWS: usize = 6;
@@ -375,12 +366,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// Arrays of four elements, which compilers turn into vectors of 128 bits.
-#[derive(Clone, Copy)]
-pub(crate) struct Plain;
-
 impl Simd for Plain {
-    type V = [f32; 4];
     const LANES: usize = 4;
     const ROWS: usize = if cfg!(target_arch = "aarch64") { 12 } else { 6 };
 

@@ -1,9 +1,10 @@
 //! Products of a few rows with a weight in its stored form: each weight is read once and never written to memory as float32. Generating
 //! text computes one row for each text at a time, and is limited by the bytes of the weights.
 
+use super::stored_blocks::{BLOCK, Bf16Blocks, CHUNK, Decoded, GROUP, Int8Blocks, Q4KBlocks, Q8Blocks, TILE, WeightBlocks};
 use crate::nn::cpu::{Kernel, Simd, run_vectorised};
 use crate::nn::transpose::transpose_slice;
-use crate::quant::StoredRows;
+use crate::quant::{HalfFormat, StoredFormat, StoredRows};
 use candle_core::{Result, Shape};
 use rayon::prelude::*;
 
@@ -11,12 +12,10 @@ use rayon::prelude::*;
 /// others of its batch.
 pub(super) const MAX_ROWS: usize = 64;
 
-/// Weights of a row that are widened at once: those of all outputs of a tile stay in the L1 cache.
-const CHUNK: usize = 1024;
-/// Outputs of a tile: their products share the loads of the input.
-const TILE: usize = 4;
 /// Outputs of a task.
 const OUTPUTS: usize = 32;
+/// The most lanes of a vector.
+const MAX_LANES: usize = 16;
 
 /// x W^T + b of a weight [outputs, inputs]: x [.., inputs] with `rows` rows -> [.., outputs].
 ///
@@ -40,12 +39,17 @@ pub(super) fn multiply(
     if rows == 0 {
         return Ok((Vec::new(), dims.into()));
     }
+    let sums = match weight.format {
+        StoredFormat::Q4K(_) => x.chunks(inputs).flat_map(|x| x.chunks(BLOCK).map(|x| x.iter().sum())).collect(),
+        _ => Vec::new(),
+    };
     // [outputs, rows], so that each task writes to its own part.
     let mut y = vec![0f32; outputs * rows];
     y.par_chunks_mut(OUTPUTS * rows).enumerate().for_each(|(task, y)| {
         run_vectorised(Outputs {
             weight,
             x,
+            sums: &sums,
             rows,
             first: task * OUTPUTS,
             y,
@@ -62,7 +66,10 @@ pub(super) fn multiply(
 /// Adds the products of the outputs from `first` on to `y`, [outputs, rows].
 struct Outputs<'a, 'y> {
     weight: StoredRows<'a>,
+    /// [rows, inputs].
     x: &'a [f32],
+    /// The sum of each block of `x`, [rows, blocks], for formats with a minimum.
+    sums: &'a [f32],
     rows: usize,
     first: usize,
     y: &'y mut [f32],
@@ -74,30 +81,97 @@ impl Kernel for Outputs<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let inputs = self.weight.inputs();
-        let mut buffer = [[0f32; CHUNK]; TILE];
+        match self.weight.format {
+            StoredFormat::Half(HalfFormat::Bf16, numbers) => self.multiply::<S, _>(Bf16Blocks { numbers, inputs }),
+            StoredFormat::Int8(codes, scales) => self.multiply::<S, _>(Int8Blocks { codes, scales, inputs }),
+            StoredFormat::Q8_0(blocks) => self.multiply::<S, _>(Q8Blocks { blocks, per_row: inputs / BLOCK }),
+            StoredFormat::Q4K(blocks) => self.multiply::<S, _>(Q4KBlocks { blocks, per_row: inputs / GROUP }),
+            StoredFormat::Half(HalfFormat::F16, _) | StoredFormat::Q6K(_) => self.multiply_read::<S>(),
+        }
+    }
+}
+
+impl Outputs<'_, '_> {
+    /// With the weights in the form in which they are stored, if there is one row, or else decoded once for all rows.
+    #[inline(always)]
+    fn multiply<S: Simd, B: WeightBlocks>(self, blocks: B) {
+        let inputs = self.weight.inputs();
+        let whole = inputs - inputs % BLOCK;
+        let mut decoded = Decoded::new();
+        for (tile, y) in self.y.chunks_mut(TILE * self.rows).enumerate() {
+            let first = self.first + tile * TILE;
+            let count = y.len() / self.rows;
+            for start in (0..whole).step_by(CHUNK) {
+                let length = CHUNK.min(whole - start);
+                if self.rows > 1 {
+                    for output in 0..count {
+                        decoded.decode::<S, B>(blocks, output, [first + output, start, length]);
+                    }
+                }
+                for row in 0..self.rows {
+                    let at = row * inputs + start;
+                    let x = &self.x[at..at + length];
+                    let sums = match B::HAS_MIN {
+                        true => &self.sums[(row * inputs + start) / BLOCK..][..length / BLOCK],
+                        false => &[],
+                    };
+                    let mut add = |output: usize, product: f32| {
+                        y[output * self.rows + row] += product * blocks.row_scale(first + output);
+                    };
+                    match (count, self.rows) {
+                        (TILE, 1) => {
+                            let products = dot::<S, B, TILE>(blocks, [first, start], x, sums);
+                            products.into_iter().enumerate().for_each(|(output, product)| add(output, product));
+                        }
+                        (TILE, _) => {
+                            let products = dot::<S, _, TILE>(decoded.view::<B>(), [0, 0], x, sums);
+                            products.into_iter().enumerate().for_each(|(output, product)| add(output, product));
+                        }
+                        (_, 1) => {
+                            for output in 0..count {
+                                let [product] = dot::<S, B, 1>(blocks, [first + output, start], x, sums);
+                                add(output, product);
+                            }
+                        }
+                        _ => {
+                            for output in 0..count {
+                                let [product] = dot::<S, _, 1>(decoded.view::<B>(), [output, 0], x, sums);
+                                add(output, product);
+                            }
+                        }
+                    }
+                }
+            }
+            // Inputs after the last whole block.
+            for (index, y) in y.iter_mut().enumerate() {
+                let (output, row) = (first + index / self.rows, index % self.rows);
+                for input in whole..inputs {
+                    *y += blocks.number(output, input) * self.x[row * inputs + input] * blocks.row_scale(output);
+                }
+            }
+        }
+    }
+
+    /// With the weights of formats whose numbers are read in another way.
+    #[inline(always)]
+    fn multiply_read<S: Simd>(self) {
+        let inputs = self.weight.inputs();
+        let mut decoded = Decoded::new();
         for (tile, y) in self.y.chunks_mut(TILE * self.rows).enumerate() {
             let first = self.first + tile * TILE;
             let count = y.len() / self.rows;
             for start in (0..inputs).step_by(CHUNK) {
                 let length = CHUNK.min(inputs - start);
-                for (output, buffer) in buffer.iter_mut().take(count).enumerate() {
-                    self.weight.read(first + output, start, &mut buffer[..length]);
+                for output in 0..count {
+                    decoded.read(self.weight, output, [first + output, start, length]);
                 }
+                let whole = length - length % BLOCK;
                 for row in 0..self.rows {
                     let x = &self.x[row * inputs + start..][..length];
-                    match count {
-                        TILE => {
-                            let sums = dot::<S, TILE>(&buffer, x);
-                            for (output, sum) in sums.into_iter().enumerate() {
-                                y[output * self.rows + row] += sum;
-                            }
-                        }
-                        _ => {
-                            for (output, buffer) in buffer.iter().take(count).enumerate() {
-                                let [sum] = dot::<S, 1>(std::slice::from_ref(buffer), x);
-                                y[output * self.rows + row] += sum;
-                            }
-                        }
+                    for output in 0..count {
+                        let [product] = dot::<S, _, 1>(decoded.view::<Bf16Blocks<'_>>(), [output, 0], &x[..whole], &[]);
+                        let rest = decoded.numbers(output)[whole..length].iter().zip(&x[whole..]);
+                        y[output * self.rows + row] += product + rest.map(|(weight, x)| weight * x).sum::<f32>();
                     }
                 }
             }
@@ -105,48 +179,70 @@ impl Kernel for Outputs<'_, '_> {
     }
 }
 
-/// The products of `N` rows of weights with `x`. The order of the sum does not depend on `N`.
+/// The products of `N` outputs from the first one on with `x`, whole blocks of the inputs from `start` on. `sums`: the sum of each block of
+/// `x`. The order of the sum does not depend on `N`.
 #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
 #[inline(always)]
-fn dot<S: Simd, const N: usize>(weights: &[[f32; CHUNK]], x: &[f32]) -> [f32; N] {
-    assert!(x.len() <= CHUNK && weights.len() >= N, "a chunk has another size");
+fn dot<S: Simd, B: WeightBlocks, const N: usize>(
+    blocks: B,
+    [first, start]: [usize; 2],
+    x: &[f32],
+    sums: &[f32],
+) -> [f32; N] {
+    let vectors = BLOCK / S::LANES;
     let mut even = [S::splat(0.0); N];
     let mut odd = even;
-    let mut at = 0;
-    while at + 2 * S::LANES <= x.len() {
-        // SAFETY: two vectors from `at` on lie inside `x`, and inside each row of `weights`, which is no shorter than `x`.
-        unsafe {
-            let (first, second) = (S::load(x.as_ptr().add(at)), S::load(x.as_ptr().add(at + S::LANES)));
-            for ((even, odd), weights) in even.iter_mut().zip(&mut odd).zip(weights) {
-                let weights = weights.as_ptr().add(at);
-                *even = S::mul_add(S::load(weights), first, *even);
-                *odd = S::mul_add(S::load(weights.add(S::LANES)), second, *odd);
+    let mut minima = [[0f32; GROUP / BLOCK]; N];
+    for (group, x) in x.chunks(GROUP).enumerate() {
+        let at = start + group * GROUP;
+        let count = x.len() / BLOCK;
+        let factors: [_; N] = std::array::from_fn(|output| blocks.factors(first + output, at, count));
+        if B::HAS_MIN {
+            let sums = &sums[group * GROUP / BLOCK..][..count];
+            for (minima, (_, factors)) in minima.iter_mut().zip(&factors) {
+                for ((total, min), sum) in minima.iter_mut().zip(factors).zip(sums) {
+                    *total += min * sum;
+                }
             }
         }
-        at += 2 * S::LANES;
-    }
-    while at < x.len() {
-        let rest = (x.len() - at).min(S::LANES);
-        // SAFETY: as above for `rest` elements.
-        unsafe {
-            let first = S::load_first(x.as_ptr().add(at), rest);
-            for (even, weights) in even.iter_mut().zip(weights) {
-                *even = S::mul_add(S::load_first(weights.as_ptr().add(at), rest), first, *even);
+        for block in 0..count {
+            // SAFETY: the block is inside `x`, whose length is a multiple of a block's.
+            let x: [_; BLOCK / 4] = std::array::from_fn(|i| match i < vectors {
+                true => unsafe { S::load(x.as_ptr().add(block * BLOCK + i * S::LANES)) },
+                false => S::splat(0.0),
+            });
+            for output in 0..N {
+                let weights = blocks.load::<S>(first + output, at + block * BLOCK);
+                if B::HAS_SCALE {
+                    let mut sum = S::mul(weights[0], x[0]);
+                    for i in 1..vectors {
+                        sum = S::mul_add(weights[i], x[i], sum);
+                    }
+                    let total = if block % 2 == 0 { &mut even[output] } else { &mut odd[output] };
+                    *total = S::mul_add(S::splat(factors[output].0[block]), sum, *total);
+                } else {
+                    for i in 0..vectors {
+                        let total = if i % 2 == 0 { &mut even[output] } else { &mut odd[output] };
+                        *total = S::mul_add(weights[i], x[i], *total);
+                    }
+                }
             }
         }
-        at += rest;
     }
-    std::array::from_fn(|output| sum::<S>(S::add(even[output], odd[output])))
+    std::array::from_fn(|output| {
+        let minima: f32 = if B::HAS_MIN { minima[output].iter().sum() } else { 0.0 };
+        sum::<S>(S::add(even[output], odd[output])) - minima
+    })
 }
 
 /// The sum of the lanes.
 #[expect(unsafe_code, reason = "the store of a vector takes a raw pointer")]
 #[inline(always)]
 fn sum<S: Simd>(v: S::V) -> f32 {
-    let mut lanes = [0f32; 16];
-    // SAFETY: no unit has more lanes than `lanes` has elements.
+    let mut lanes = [0f32; MAX_LANES];
+    // SAFETY: no vector has more lanes than `lanes` has elements.
     unsafe { S::store(lanes.as_mut_ptr(), v) };
-    let mut width = 8;
+    let mut width = MAX_LANES / 2;
     while width > 0 {
         for lane in 0..width {
             lanes[lane] += lanes[lane + width];

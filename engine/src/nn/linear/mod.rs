@@ -4,6 +4,7 @@ mod few_rows;
 mod halves;
 mod kernels;
 mod low_rank;
+mod stored_blocks;
 mod tensors;
 mod trained;
 

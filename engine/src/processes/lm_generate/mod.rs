@@ -145,6 +145,7 @@ fn generate_remaining(
         device: compute.device.clone(),
         dtype: compute.dtype,
         streamed: memory.denoiser_streamed,
+        keeps_stored_table: true,
         ..CausalLmOptions::cpu()
     };
     let mut model = CausalLm::load(&folder, &options)?;

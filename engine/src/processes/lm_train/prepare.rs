@@ -74,6 +74,7 @@ impl<'a> Run<'a> {
                 adapted: None,
             }),
             streamed: memory_options.denoiser_streamed,
+            keeps_stored_table: false,
             shapes_only: false,
         };
         FreedMemory::Release.apply();
@@ -130,6 +131,7 @@ pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) 
         CausalLmConfig::read_new(&folder)?;
     } else {
         let options = CausalLmOptions {
+            keeps_stored_table: false,
             shapes_only: true,
             ..CausalLmOptions::cpu()
         };

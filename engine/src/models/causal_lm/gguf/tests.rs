@@ -5,6 +5,7 @@ use super::super::formula_weights::{expected, write_model};
 use super::super::{AttentionMask, CausalLm, CausalLmOptions, TextTokenizer, open_tokenizer};
 use super::GgufExport;
 use crate::testing::compute_on_this_thread;
+use crate::weights::Weight;
 use aitk_common::job::lm_export::LmExportType;
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
@@ -42,7 +43,10 @@ const MODELS: [&str; 8] = [
 
 /// The logits of a text, flat.
 fn logits(path: &Path) -> Vec<f32> {
-    let model = CausalLm::load(path, &CausalLmOptions::cpu()).unwrap();
+    logits_of(&CausalLm::load(path, &CausalLmOptions::cpu()).unwrap())
+}
+
+fn logits_of(model: &CausalLm) -> Vec<f32> {
     let ids: Vec<u32> = (0..19).map(|i| (i * 37 + 5) % 256).collect();
     let ids = Tensor::from_vec(ids, (1, 19), &Device::Cpu).unwrap();
     let hidden = model.hidden(&ids, &AttentionMask::Causal).unwrap();
@@ -97,6 +101,33 @@ fn models_of_every_family_have_the_same_logits_after_export() {
         expected.positions = config.positions.clone();
         expected.norm_eps = config.norm_eps;
         assert_eq!(config, expected, "{name}");
+    }
+}
+
+/// The table of embeddings is looked up, and multiplied as the output layer, in its stored form: the same numbers as widened.
+#[test]
+fn a_stored_table_gives_the_logits_of_the_widened_one() {
+    compute_on_this_thread();
+    for name in MODELS {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+        write_model(&folder, &config(name));
+        write_tokenizer(&folder, VOCABULARY);
+        for dtype in [LmExportType::F16, LmExportType::BF16, LmExportType::Q8_0] {
+            export(&folder, &file, dtype);
+            let stored = CausalLmOptions {
+                keeps_stored_table: true,
+                ..CausalLmOptions::cpu()
+            };
+            let model = CausalLm::load(&file, &stored).unwrap();
+            let table = &model.tensors().unwrap()[0].1;
+            assert!(matches!(table, Weight::Quantized(_)), "{name} {dtype:?}");
+            let (widened, kept) = (logits(&file), logits_of(&model));
+            let largest = widened.iter().fold(0f32, |max, value| max.max(value.abs()));
+            for (a, b) in widened.iter().zip(&kept) {
+                assert!((a - b).abs() <= 1e-5 * largest, "{name} {dtype:?}: {a} {b}");
+            }
+        }
     }
 }
 

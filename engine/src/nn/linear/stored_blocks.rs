@@ -1,0 +1,282 @@
+//! Blocks of 32 weights of a row in each stored form, as vectors.
+
+use crate::nn::cpu::Simd;
+use crate::quant::{Q4_K_BYTES, Q8_0_BYTES, StoredRows, q4_k_factors, q8_0_scale};
+
+/// Weights of a block.
+pub(super) const BLOCK: usize = 32;
+/// Weights of a group, whose scales are read together.
+pub(super) const GROUP: usize = 256;
+/// Weights of a row whose products are summed at once: those of all outputs of a tile stay in the L1 cache.
+pub(super) const CHUNK: usize = 1024;
+/// Outputs of a tile: their products share the loads of the input.
+pub(super) const TILE: usize = 4;
+/// Blocks of a group.
+const BLOCKS: usize = GROUP / BLOCK;
+/// The most vectors of a block.
+const VECTORS: usize = BLOCK / 4;
+
+/// The weights [outputs, inputs] of a layer in blocks.
+pub(super) trait WeightBlocks: Copy {
+    /// Whether each block has a scale.
+    const HAS_SCALE: bool;
+    /// Whether each block has a minimum, which is subtracted.
+    const HAS_MIN: bool;
+
+    /// The codes of the block that begins at this input. `S` has its vectors in the first `BLOCK / S::LANES` elements.
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS];
+    /// The scales and the minima of the first `count` blocks of the group that begins at this input.
+    fn factors(self, output: usize, input: usize, count: usize) -> ([f32; BLOCKS], [f32; BLOCKS]);
+    /// The scale of a row.
+    fn row_scale(self, output: usize) -> f32;
+    /// A weight after the last whole block, without the row's scale.
+    fn number(self, output: usize, input: usize) -> f32;
+}
+
+/// The factors of formats whose blocks have none.
+const NO_FACTORS: ([f32; BLOCKS], [f32; BLOCKS]) = ([1.0; BLOCKS], [0.0; BLOCKS]);
+
+/// The vectors that `load` makes of the numbers from `index * S::LANES` on.
+#[inline(always)]
+fn vectors<S: Simd>(load: impl Fn(usize) -> S::V) -> [S::V; VECTORS] {
+    std::array::from_fn(|index| match index < BLOCK / S::LANES {
+        true => load(index * S::LANES),
+        false => S::splat(0.0),
+    })
+}
+
+/// Numbers in bfloat16.
+#[derive(Clone, Copy)]
+pub(super) struct Bf16Blocks<'a> {
+    pub(super) numbers: &'a [[u8; 2]],
+    pub(super) inputs: usize,
+}
+
+impl WeightBlocks for Bf16Blocks<'_> {
+    const HAS_SCALE: bool = false;
+    const HAS_MIN: bool = false;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let block = &self.numbers[output * self.inputs + input..][..BLOCK];
+        // SAFETY: the vectors of a block are inside it.
+        vectors::<S>(|at| unsafe { S::load_bf16(block.as_ptr().add(at)) })
+    }
+    #[inline(always)]
+    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        NO_FACTORS
+    }
+    #[inline(always)]
+    fn row_scale(self, _: usize) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    fn number(self, output: usize, input: usize) -> f32 {
+        let bits = u16::from_le_bytes(self.numbers[output * self.inputs + input]);
+        f32::from_bits(u32::from(bits) << 16)
+    }
+}
+
+/// Bytes with a scale for each row.
+#[derive(Clone, Copy)]
+pub(super) struct Int8Blocks<'a> {
+    pub(super) codes: &'a [u8],
+    pub(super) scales: &'a [f32],
+    pub(super) inputs: usize,
+}
+
+impl WeightBlocks for Int8Blocks<'_> {
+    const HAS_SCALE: bool = false;
+    const HAS_MIN: bool = false;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let block = &self.codes[output * self.inputs + input..][..BLOCK];
+        // SAFETY: the vectors of a block are inside it.
+        vectors::<S>(|at| S::sub(unsafe { S::load_u8(block.as_ptr().add(at)) }, S::splat(128.0)))
+    }
+    #[inline(always)]
+    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        NO_FACTORS
+    }
+    #[inline(always)]
+    fn row_scale(self, output: usize) -> f32 {
+        self.scales[output]
+    }
+    #[inline(always)]
+    fn number(self, output: usize, input: usize) -> f32 {
+        f32::from(self.codes[output * self.inputs + input]) - 128.0
+    }
+}
+
+/// Blocks of `q8_0`.
+#[derive(Clone, Copy)]
+pub(super) struct Q8Blocks<'a> {
+    pub(super) blocks: &'a [[u8; Q8_0_BYTES]],
+    /// Blocks of a row.
+    pub(super) per_row: usize,
+}
+
+impl WeightBlocks for Q8Blocks<'_> {
+    const HAS_SCALE: bool = true;
+    const HAS_MIN: bool = false;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let codes = &self.blocks[output * self.per_row + input / BLOCK][2..];
+        // SAFETY: the vectors of a block are inside its 32 codes.
+        vectors::<S>(|at| unsafe { S::load_i8(codes.as_ptr().add(at)) })
+    }
+    #[inline(always)]
+    fn factors(self, output: usize, input: usize, count: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        let blocks = &self.blocks[output * self.per_row + input / BLOCK..][..count];
+        let (mut scales, minima) = NO_FACTORS;
+        for (scale, block) in scales.iter_mut().zip(blocks) {
+            *scale = q8_0_scale(block);
+        }
+        (scales, minima)
+    }
+    #[inline(always)]
+    fn row_scale(self, _: usize) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    fn number(self, _: usize, _: usize) -> f32 {
+        // A row has whole blocks.
+        0.0
+    }
+}
+
+/// Blocks of `q4_k`.
+#[derive(Clone, Copy)]
+pub(super) struct Q4KBlocks<'a> {
+    pub(super) blocks: &'a [[u8; Q4_K_BYTES]],
+    /// Blocks of 256 weights of a row.
+    pub(super) per_row: usize,
+}
+
+impl WeightBlocks for Q4KBlocks<'_> {
+    const HAS_SCALE: bool = true;
+    const HAS_MIN: bool = true;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let part = input % GROUP / BLOCK;
+        let codes = &self.blocks[output * self.per_row + input / GROUP][16 + part / 2 * BLOCK..][..BLOCK];
+        // SAFETY: the vectors of a part are inside its 32 bytes.
+        match part % 2 {
+            0 => vectors::<S>(|at| unsafe { S::load_low(codes.as_ptr().add(at)) }),
+            _ => vectors::<S>(|at| unsafe { S::load_high(codes.as_ptr().add(at)) }),
+        }
+    }
+    #[inline(always)]
+    fn factors(self, output: usize, input: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        let [scales, minima] = q4_k_factors(&self.blocks[output * self.per_row + input / GROUP]);
+        (scales, minima)
+    }
+    #[inline(always)]
+    fn row_scale(self, _: usize) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    fn number(self, _: usize, _: usize) -> f32 {
+        // A row has whole blocks.
+        0.0
+    }
+}
+
+/// The codes and factors of a chunk of the rows of a tile: decoded once, and multiplied with many rows of inputs.
+pub(super) struct Decoded {
+    codes: [[f32; CHUNK]; TILE],
+    factors: [[([f32; BLOCKS], [f32; BLOCKS]); CHUNK / GROUP]; TILE],
+}
+
+impl Decoded {
+    pub(super) fn new() -> Self {
+        Self {
+            codes: [[0.0; CHUNK]; TILE],
+            factors: [[NO_FACTORS; CHUNK / GROUP]; TILE],
+        }
+    }
+
+    /// Decodes whole blocks of an output: `length` weights from an input on.
+    #[expect(unsafe_code, reason = "stores of vectors take raw pointers")]
+    #[inline(always)]
+    pub(super) fn decode<S: Simd, B: WeightBlocks>(&mut self, blocks: B, slot: usize, [output, input, length]: [usize; 3]) {
+        let codes = &mut self.codes[slot][..length];
+        for (index, to) in codes.chunks_exact_mut(BLOCK).enumerate() {
+            let loaded = blocks.load::<S>(output, input + index * BLOCK);
+            for (v, to) in loaded.into_iter().zip(to.chunks_exact_mut(S::LANES)) {
+                // SAFETY: `to` has as many elements as the vector.
+                unsafe { S::store(to.as_mut_ptr(), v) };
+            }
+        }
+        for (group, factors) in self.factors[slot].iter_mut().take(length.div_ceil(GROUP)).enumerate() {
+            let count = BLOCKS.min((length - group * GROUP) / BLOCK);
+            *factors = blocks.factors(output, input + group * GROUP, count);
+        }
+    }
+
+    /// Reads weights of an output without factors: `length` weights from an input on.
+    #[inline(always)]
+    pub(super) fn read(&mut self, weight: StoredRows<'_>, slot: usize, [output, input, length]: [usize; 3]) {
+        weight.read(output, input, &mut self.codes[slot][..length]);
+    }
+
+    /// The decoded numbers of an output.
+    pub(super) fn numbers(&self, slot: usize) -> &[f32; CHUNK] {
+        &self.codes[slot]
+    }
+
+    /// As the blocks of a format, with the number in the tile as output.
+    #[inline(always)]
+    pub(super) fn view<B: WeightBlocks>(&self) -> DecodedBlocks<'_, B> {
+        DecodedBlocks {
+            decoded: self,
+            format: std::marker::PhantomData,
+        }
+    }
+}
+
+/// Decoded blocks that are multiplied as those of a format.
+pub(super) struct DecodedBlocks<'a, B> {
+    decoded: &'a Decoded,
+    format: std::marker::PhantomData<B>,
+}
+
+impl<B> Clone for DecodedBlocks<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for DecodedBlocks<'_, B> {}
+
+impl<B: WeightBlocks> WeightBlocks for DecodedBlocks<'_, B> {
+    const HAS_SCALE: bool = B::HAS_SCALE;
+    const HAS_MIN: bool = B::HAS_MIN;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let block = &self.decoded.codes[output][input..][..BLOCK];
+        // SAFETY: the vectors of a block are inside it.
+        vectors::<S>(|at| unsafe { S::load(block.as_ptr().add(at)) })
+    }
+    #[inline(always)]
+    fn factors(self, output: usize, input: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        self.decoded.factors[output][input / GROUP]
+    }
+    #[inline(always)]
+    fn row_scale(self, _: usize) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    fn number(self, output: usize, input: usize) -> f32 {
+        self.decoded.codes[output][input]
+    }
+}
