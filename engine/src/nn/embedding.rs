@@ -1,9 +1,9 @@
 //! Embedding tables.
 
 use crate::error::Result;
+use crate::quant::Quantized;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
-use crate::quant::Quantized;
 use candle_core::{Device, Shape, Tensor};
 
 /// A table of vectors, one for each id.
@@ -68,7 +68,10 @@ impl Embedding {
 /// Rows of a table in its stored form, [ids, width] in f32.
 fn stored_rows(table: &Quantized, ids: &[u32]) -> candle_core::Result<Tensor> {
     let &[count, width] = table.dims() else {
-        candle_core::bail!("embedding: expected a table of two dimensions, found {:?}", table.dims());
+        candle_core::bail!(
+            "embedding: expected a table of two dimensions, found {:?}",
+            table.dims()
+        );
     };
     if let Some(id) = ids.iter().find(|id| **id as usize >= count) {
         candle_core::bail!("embedding: the id {id} is not in a table of {count} rows");

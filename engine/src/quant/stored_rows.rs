@@ -176,7 +176,10 @@ pub(crate) fn q4_k_factors(block: &[u8; Q4_K_BYTES]) -> [[f32; 8]; 2] {
         [a, b, c, d, e, f, g, h].map(f32::from)
     };
     let (scale, min) = (half(block[0], block[1]), half(block[2], block[3]));
-    [join(scales, rest).map(|code| code * scale), join(minima, rest >> 4).map(|code| code * min)]
+    [
+        join(scales, rest).map(|code| code * scale),
+        join(minima, rest >> 4).map(|code| code * min),
+    ]
 }
 
 #[inline(always)]

@@ -21,7 +21,6 @@ pub(crate) use simd::{Isa, best_isa};
 pub(crate) use simd::{Kernel, Simd, run_vectorised};
 #[cfg(test)]
 pub(crate) use simd::{available_isas, run_on};
-pub(crate) use widen::Widen;
 pub(crate) use tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 
 pub(crate) use crate::autograd::{is_cpu_f32, with_slice};

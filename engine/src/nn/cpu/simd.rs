@@ -7,9 +7,9 @@
     reason = "SIMD intrinsics are unsafe, and loads and stores take raw pointers"
 )]
 
-use super::widen::{Plain, Widen};
 #[cfg(target_arch = "x86_64")]
 use super::widen::{Avx2, Avx512};
+use super::widen::{Plain, Widen};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64 as x86;
 use std::sync::OnceLock;

@@ -1,8 +1,5 @@
 //! The vectors of each instruction set, and loads of numbers of 4, 8 and 16 bits as `f32`.
-#![expect(
-    unsafe_code,
-    reason = "SIMD intrinsics are unsafe, and loads take raw pointers"
-)]
+#![expect(unsafe_code, reason = "SIMD intrinsics are unsafe, and loads take raw pointers")]
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64 as x86;
@@ -172,7 +169,12 @@ mod tests {
                 // SAFETY: `at` and the lanes after it are inside `bytes`, whose length is a multiple of the lanes.
                 let loaded = unsafe {
                     let from = bytes.as_ptr().add(at);
-                    [S::load_i8(from), S::load_u8(from), S::load_low(from), S::load_high(from)]
+                    [
+                        S::load_i8(from),
+                        S::load_u8(from),
+                        S::load_low(from),
+                        S::load_high(from),
+                    ]
                 };
                 for (out, v) in out.iter_mut().zip(loaded) {
                     // SAFETY: no vector has more lanes than `lanes`.
@@ -195,7 +197,12 @@ mod tests {
             let [signed, unsigned, low, high, bf16] = run_on(isa, Loads);
             for byte in 0..=255u8 {
                 let at = usize::from(byte);
-                let expected = [f32::from(byte.cast_signed()), f32::from(byte), f32::from(byte % 16), f32::from(byte / 16)];
+                let expected = [
+                    f32::from(byte.cast_signed()),
+                    f32::from(byte),
+                    f32::from(byte % 16),
+                    f32::from(byte / 16),
+                ];
                 assert_eq!([signed[at], unsigned[at], low[at], high[at]], expected, "{isa:?}");
             }
             for (bits, found) in (0..=u16::MAX).zip(bf16) {

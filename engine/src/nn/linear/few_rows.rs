@@ -1,7 +1,9 @@
 //! Products of a few rows with a weight in its stored form: each weight is read once and never written to memory as float32. Generating
 //! text computes one row for each text at a time, and is limited by the bytes of the weights.
 
-use super::stored_blocks::{BLOCK, Bf16Blocks, CHUNK, Decoded, GROUP, Int8Blocks, Q4KBlocks, Q8Blocks, TILE, WeightBlocks};
+use super::stored_blocks::{
+    BLOCK, Bf16Blocks, CHUNK, Decoded, GROUP, Int8Blocks, Q4KBlocks, Q8Blocks, TILE, WeightBlocks,
+};
 use crate::nn::cpu::{Kernel, Simd, run_vectorised};
 use crate::nn::transpose::transpose_slice;
 use crate::quant::{HalfFormat, StoredFormat, StoredRows};
@@ -39,10 +41,7 @@ pub(super) fn multiply(
     if rows == 0 {
         return Ok((Vec::new(), dims.into()));
     }
-    let sums = match weight.format {
-        StoredFormat::Q4K(_) => x.chunks(inputs).flat_map(|x| x.chunks(BLOCK).map(|x| x.iter().sum())).collect(),
-        _ => Vec::new(),
-    };
+    let sums = block_sums(weight, x);
     // [outputs, rows], so that each task writes to its own part.
     let mut y = vec![0f32; outputs * rows];
     y.par_chunks_mut(OUTPUTS * rows).enumerate().for_each(|(task, y)| {
@@ -61,6 +60,15 @@ pub(super) fn multiply(
         }
     }
     Ok((transpose_slice(&y, [1, outputs, rows]), dims.into()))
+}
+
+/// The sum of each block of the rows of `x`, for formats with a minimum.
+fn block_sums(weight: StoredRows<'_>, x: &[f32]) -> Vec<f32> {
+    let StoredFormat::Q4K(_) = weight.format else {
+        return Vec::new();
+    };
+    // A row has whole blocks.
+    x.chunks(BLOCK).map(|block| block.iter().sum()).collect()
 }
 
 /// Adds the products of the outputs from `first` on to `y`, [outputs, rows].
@@ -84,8 +92,14 @@ impl Kernel for Outputs<'_, '_> {
         match self.weight.format {
             StoredFormat::Half(HalfFormat::Bf16, numbers) => self.multiply::<S, _>(Bf16Blocks { numbers, inputs }),
             StoredFormat::Int8(codes, scales) => self.multiply::<S, _>(Int8Blocks { codes, scales, inputs }),
-            StoredFormat::Q8_0(blocks) => self.multiply::<S, _>(Q8Blocks { blocks, per_row: inputs / BLOCK }),
-            StoredFormat::Q4K(blocks) => self.multiply::<S, _>(Q4KBlocks { blocks, per_row: inputs / GROUP }),
+            StoredFormat::Q8_0(blocks) => self.multiply::<S, _>(Q8Blocks {
+                blocks,
+                per_row: inputs / BLOCK,
+            }),
+            StoredFormat::Q4K(blocks) => self.multiply::<S, _>(Q4KBlocks {
+                blocks,
+                per_row: inputs / GROUP,
+            }),
             StoredFormat::Half(HalfFormat::F16, _) | StoredFormat::Q6K(_) => self.multiply_read::<S>(),
         }
     }
@@ -121,11 +135,17 @@ impl Outputs<'_, '_> {
                     match (count, self.rows) {
                         (TILE, 1) => {
                             let products = dot::<S, B, TILE>(blocks, [first, start], x, sums);
-                            products.into_iter().enumerate().for_each(|(output, product)| add(output, product));
+                            products
+                                .into_iter()
+                                .enumerate()
+                                .for_each(|(output, product)| add(output, product));
                         }
                         (TILE, _) => {
                             let products = dot::<S, _, TILE>(decoded.view::<B>(), [0, 0], x, sums);
-                            products.into_iter().enumerate().for_each(|(output, product)| add(output, product));
+                            products
+                                .into_iter()
+                                .enumerate()
+                                .for_each(|(output, product)| add(output, product));
                         }
                         (_, 1) => {
                             for output in 0..count {
@@ -206,8 +226,8 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
             }
         }
         for block in 0..count {
-            // SAFETY: the block is inside `x`, whose length is a multiple of a block's.
             let x: [_; BLOCK / 4] = std::array::from_fn(|i| match i < vectors {
+                // SAFETY: the block is inside `x`, whose length is a multiple of a block's.
                 true => unsafe { S::load(x.as_ptr().add(block * BLOCK + i * S::LANES)) },
                 false => S::splat(0.0),
             });
@@ -218,11 +238,19 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
                     for i in 1..vectors {
                         sum = S::mul_add(weights[i], x[i], sum);
                     }
-                    let total = if block % 2 == 0 { &mut even[output] } else { &mut odd[output] };
+                    let total = if block % 2 == 0 {
+                        &mut even[output]
+                    } else {
+                        &mut odd[output]
+                    };
                     *total = S::mul_add(S::splat(factors[output].0[block]), sum, *total);
                 } else {
                     for i in 0..vectors {
-                        let total = if i % 2 == 0 { &mut even[output] } else { &mut odd[output] };
+                        let total = if i % 2 == 0 {
+                            &mut even[output]
+                        } else {
+                            &mut odd[output]
+                        };
                         *total = S::mul_add(weights[i], x[i], *total);
                     }
                 }
@@ -318,18 +346,20 @@ mod tests {
     }
 
     #[test]
-    fn every_vector_unit_gives_the_same_product() {
+    fn every_instruction_set_gives_the_same_product() {
         for weight in weights() {
             let &[outputs, inputs] = weight.dims() else { panic!() };
             let x = TorchGenerator::manual_seed(3).randn(3 * inputs);
             let on = |isa| {
                 let mut y = vec![0f32; outputs * 3];
                 let run = |stored: Option<StoredRows<'_>>| {
+                    let weight = stored.unwrap();
                     run_on(
                         isa,
                         Outputs {
-                            weight: stored.unwrap(),
+                            weight,
                             x: &x,
+                            sums: &block_sums(weight, &x),
                             rows: 3,
                             first: 0,
                             y: &mut y,
@@ -347,6 +377,62 @@ mod tests {
                         (found - expected).abs() < 2e-4,
                         "{isa:?} {weight:?}: {found} {expected}"
                     );
+                }
+            }
+        }
+    }
+
+    /// 16-bit floats, on every instruction set: one row, whose weights are multiplied as they are loaded, has the bits of the same row among
+    /// others, for which they are decoded first.
+    #[test]
+    fn products_of_16_bit_floats_are_those_of_their_numbers() {
+        for (outputs, inputs) in [(66, 37), (7, 1280), (5, 31), (9, 2080)] {
+            let numbers = TorchGenerator::manual_seed(5).randn(outputs * inputs);
+            let x = TorchGenerator::manual_seed(6).randn(3 * inputs);
+            for format in [HalfFormat::Bf16, HalfFormat::F16] {
+                let bytes: Vec<u8> = match format {
+                    HalfFormat::Bf16 => numbers
+                        .iter()
+                        .flat_map(|n| half::bf16::from_f32(*n).to_le_bytes())
+                        .collect(),
+                    HalfFormat::F16 => numbers
+                        .iter()
+                        .flat_map(|n| half::f16::from_f32(*n).to_le_bytes())
+                        .collect(),
+                };
+                let weight = StoredRows::halves(format, &bytes, &[outputs, inputs]).unwrap();
+                let dense = format.widened(&bytes);
+                for isa in available_isas() {
+                    let on = |x: &[f32], rows: usize| {
+                        let mut y = vec![0f32; outputs * rows];
+                        let sums = &block_sums(weight, x);
+                        let y_of = &mut y;
+                        run_on(
+                            isa,
+                            Outputs {
+                                weight,
+                                x,
+                                sums,
+                                rows,
+                                first: 0,
+                                y: y_of,
+                            },
+                        );
+                        y
+                    };
+                    let together = on(&x, 3);
+                    for (row, x) in x.chunks(inputs).enumerate() {
+                        let alone = on(x, 1);
+                        for (output, weights) in dense.chunks(inputs).enumerate() {
+                            let expected: f64 = weights.iter().zip(x).map(|(a, b)| f64::from(a * b)).sum();
+                            assert!((f64::from(alone[output]) - expected).abs() < 2e-4, "{format:?} {isa:?}");
+                            assert_eq!(
+                                alone[output].to_bits(),
+                                together[output * 3 + row].to_bits(),
+                                "{format:?} {isa:?}"
+                            );
+                        }
+                    }
                 }
             }
         }

@@ -167,9 +167,10 @@ impl WeightBlocks for Q4KBlocks<'_> {
     fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
         let part = input % GROUP / BLOCK;
         let codes = &self.blocks[output * self.per_row + input / GROUP][16 + part / 2 * BLOCK..][..BLOCK];
-        // SAFETY: the vectors of a part are inside its 32 bytes.
         match part % 2 {
+            // SAFETY: the vectors of a part are inside its 32 bytes.
             0 => vectors::<S>(|at| unsafe { S::load_low(codes.as_ptr().add(at)) }),
+            // SAFETY: as above.
             _ => vectors::<S>(|at| unsafe { S::load_high(codes.as_ptr().add(at)) }),
         }
     }
@@ -206,7 +207,12 @@ impl Decoded {
     /// Decodes whole blocks of an output: `length` weights from an input on.
     #[expect(unsafe_code, reason = "stores of vectors take raw pointers")]
     #[inline(always)]
-    pub(super) fn decode<S: Simd, B: WeightBlocks>(&mut self, blocks: B, slot: usize, [output, input, length]: [usize; 3]) {
+    pub(super) fn decode<S: Simd, B: WeightBlocks>(
+        &mut self,
+        blocks: B,
+        slot: usize,
+        [output, input, length]: [usize; 3],
+    ) {
         let codes = &mut self.codes[slot][..length];
         for (index, to) in codes.chunks_exact_mut(BLOCK).enumerate() {
             let loaded = blocks.load::<S>(output, input + index * BLOCK);
