@@ -27,8 +27,10 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 pub use codes::Code;
-pub(crate) use halves::HalfFormat;
-pub(crate) use stored_rows::{Q4_K_BYTES, Q8_0_BYTES, StoredFormat, StoredRows, q4_k_factors, q8_0_scale};
+pub(crate) use halves::{HalfFormat, f16_to_f32};
+pub(crate) use stored_rows::{
+    Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, StoredFormat, StoredRows, q4_k_factors, q6_k_scale, q8_0_scale,
+};
 
 /// A quantised weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]`.
 pub struct Quantized {

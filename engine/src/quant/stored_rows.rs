@@ -1,7 +1,7 @@
 //! Rows of a stored weight as float32, a part at a time, for products that read each weight once.
 
 use super::codes::Code;
-use super::halves::HalfFormat;
+use super::halves::{HalfFormat, f16_to_f32};
 use candle_core::quantized::GgmlDType;
 
 /// Bytes of a block of 32 weights in `q8_0`: a scale, and a signed byte for each weight.
@@ -9,7 +9,7 @@ pub(crate) const Q8_0_BYTES: usize = 2 + 32;
 /// Bytes of a block of 256 weights in `q4_k`: two scales, 12 bytes with eight pairs of 6 bits, and half a byte for each weight.
 pub(crate) const Q4_K_BYTES: usize = 2 + 2 + 12 + 128;
 /// Bytes of a block of 256 weights in `q6_k`: 4 bits and 2 bits of each weight, 16 signed scales of 16 weights, and a scale of them all.
-const Q6_K_BYTES: usize = 128 + 64 + 16 + 2;
+pub(crate) const Q6_K_BYTES: usize = 128 + 64 + 16 + 2;
 
 /// The numbers of a weight [outputs, inputs] in the form in which they are stored.
 #[derive(Clone, Copy)]
@@ -135,18 +135,10 @@ impl<'a> StoredRows<'a> {
     }
 }
 
-/// The number of these two bytes, the low one first, in half precision. Without the library's check of the processor, which would take
-/// longer than the conversion.
+/// The scale of a block of `q8_0`.
 #[inline(always)]
-fn half(low: u8, high: u8) -> f32 {
-    let bits = u32::from(u16::from_le_bytes([low, high]));
-    let (sign, rest) = ((bits & 0x8000) << 16, bits & 0x7FFF);
-    let size = match rest < 0x7C00 {
-        // 2^112 is the difference of the exponents' biases; the product is exact, also for numbers below the normal ones.
-        true => f32::from_bits(rest << 13) * f32::from_bits((127 + 112) << 23),
-        false => f32::from_bits(rest << 13 | 0x7F80_0000),
-    };
-    f32::from_bits(size.to_bits() | sign)
+pub(crate) fn q8_0_scale(block: &[u8; Q8_0_BYTES]) -> f32 {
+    f16_to_f32(block[0], block[1])
 }
 
 #[inline(always)]
@@ -155,12 +147,6 @@ fn read_q8_0(block: &[u8; Q8_0_BYTES], to: &mut [f32; 32]) {
     for (to, code) in to.iter_mut().zip(&block[2..]) {
         *to = f32::from(code.cast_signed()) * scale;
     }
-}
-
-/// The scale of a block of `q8_0`.
-#[inline(always)]
-pub(crate) fn q8_0_scale(block: &[u8; Q8_0_BYTES]) -> f32 {
-    half(block[0], block[1])
 }
 
 /// The scales and the minima of the eight parts of 32 weights of a block of `q4_k`: a weight is its code times the scale, less the minimum.
@@ -175,7 +161,7 @@ pub(crate) fn q4_k_factors(block: &[u8; Q4_K_BYTES]) -> [[f32; 8]; 2] {
         let [e, f, g, h] = ((low & 0x0F0F_0F0F) | (first >> 6 & 0x0303_0303) << 4).to_le_bytes();
         [a, b, c, d, e, f, g, h].map(f32::from)
     };
-    let (scale, min) = (half(block[0], block[1]), half(block[2], block[3]));
+    let (scale, min) = (f16_to_f32(block[0], block[1]), f16_to_f32(block[2], block[3]));
     [
         join(scales, rest).map(|code| code * scale),
         join(minima, rest >> 4).map(|code| code * min),
@@ -196,9 +182,15 @@ fn read_q4_k(block: &[u8; Q4_K_BYTES], to: &mut [f32; 256]) {
     }
 }
 
+/// The scale of 16 weights of a block of `q6_k`: a weight is its code less 32, times the scale.
+#[inline(always)]
+pub(crate) fn q6_k_scale(block: &[u8; Q6_K_BYTES], part: usize) -> f32 {
+    f16_to_f32(block[208], block[209]) * f32::from(block[192 + part].cast_signed())
+}
+
 #[inline(always)]
 fn read_q6_k(block: &[u8; Q6_K_BYTES], to: &mut [f32; 256]) {
-    let scale = half(block[208], block[209]);
+    let scale = f16_to_f32(block[208], block[209]);
     // Two halves of 128 weights, each in four parts of 32: the low four bits of parts 0 and 2 share bytes, and of parts 1 and 3; the
     // high two bits of all four parts share bytes.
     for (which, to) in to.as_chunks_mut::<128>().0.iter_mut().enumerate() {
@@ -224,18 +216,6 @@ mod tests {
     use candle_core::quantized::{QStorage, QTensor};
     use candle_core::{Device, Tensor};
     use std::borrow::Cow;
-
-    #[test]
-    fn every_number_in_half_precision_is_exact() {
-        for bits in 0..=u16::MAX {
-            let [low, high] = bits.to_le_bytes();
-            let (found, expected) = (half(low, high), half::f16::from_bits(bits).to_f32());
-            assert!(
-                found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan(),
-                "{bits:#x}"
-            );
-        }
-    }
 
     /// Blocks of random bytes, whose scales are numbers: each weight is the one that candle computes.
     #[test]

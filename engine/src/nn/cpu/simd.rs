@@ -1,6 +1,6 @@
 //! SIMD vectors of the CPU, and the choice of the instruction set.
 //!
-//! It is chosen once, at run time: AVX-512, else AVX2 with FMA, else portable arrays that the compiler vectorises
+//! It is chosen once, at run time: AVX-512, else AVX2 with FMA and F16C, else portable arrays that the compiler vectorises
 //! (SSE2 on older x86-64 CPUs, NEON on ARM). Results of different instruction sets differ only by rounding.
 #![expect(
     unsafe_code,
@@ -92,7 +92,8 @@ pub(crate) fn available_isas() -> Vec<Isa> {
     let mut found = Vec::new();
     #[cfg(target_arch = "x86_64")]
     {
-        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        let avx2 =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         let wide = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
@@ -142,13 +143,13 @@ fn on_scalar<K: Kernel>(kernel: K) -> K::Output {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn on_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx512>()
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
+#[target_feature(enable = "avx2,fma,f16c")]
 fn on_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run::<Avx2>()
 }

@@ -1,6 +1,7 @@
 //! The vectors of each instruction set, and loads of numbers of 4, 8 and 16 bits as `f32`.
 #![expect(unsafe_code, reason = "SIMD intrinsics are unsafe, and loads take raw pointers")]
 
+use crate::quant::f16_to_f32;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64 as x86;
 
@@ -34,8 +35,12 @@ pub(crate) trait Widen: Copy {
     unsafe fn load_low(from: *const u8) -> Self::V;
     /// The high four bits of bytes.
     unsafe fn load_high(from: *const u8) -> Self::V;
+    /// Two bits of bytes, from this bit on: 0, 2, 4 or 6.
+    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V;
     /// bfloat16: the upper half of the bits of an `f32`, the low byte first.
     unsafe fn load_bf16(from: *const [u8; 2]) -> Self::V;
+    /// IEEE 754's half precision, the low byte first.
+    unsafe fn load_f16(from: *const [u8; 2]) -> Self::V;
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -69,12 +74,26 @@ impl Widen for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V {
+        // SAFETY: as above.
+        unsafe {
+            let bytes = x86::_mm512_cvtepu8_epi32(x86::_mm_loadu_si128(from.cast()));
+            let pairs = x86::_mm512_srl_epi32(bytes, x86::_mm_cvtsi32_si128(bit.cast_signed()));
+            x86::_mm512_cvtepi32_ps(x86::_mm512_and_si512(pairs, x86::_mm512_set1_epi32(3)))
+        }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(from: *const [u8; 2]) -> Self::V {
         // SAFETY: as above.
         unsafe {
             let halves = x86::_mm512_cvtepu16_epi32(x86::_mm256_loadu_si256(from.cast()));
             x86::_mm512_castsi512_ps(x86::_mm512_slli_epi32::<16>(halves))
         }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const [u8; 2]) -> Self::V {
+        // SAFETY: as above.
+        unsafe { x86::_mm512_cvtph_ps(x86::_mm256_loadu_si256(from.cast())) }
     }
 }
 
@@ -109,12 +128,26 @@ impl Widen for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V {
+        // SAFETY: as above.
+        unsafe {
+            let bytes = x86::_mm256_cvtepu8_epi32(x86::_mm_loadl_epi64(from.cast()));
+            let pairs = x86::_mm256_srl_epi32(bytes, x86::_mm_cvtsi32_si128(bit.cast_signed()));
+            x86::_mm256_cvtepi32_ps(x86::_mm256_and_si256(pairs, x86::_mm256_set1_epi32(3)))
+        }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(from: *const [u8; 2]) -> Self::V {
         // SAFETY: as above.
         unsafe {
             let halves = x86::_mm256_cvtepu16_epi32(x86::_mm_loadu_si128(from.cast()));
             x86::_mm256_castsi256_ps(x86::_mm256_slli_epi32::<16>(halves))
         }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const [u8; 2]) -> Self::V {
+        // SAFETY: as above.
+        unsafe { x86::_mm256_cvtph_ps(x86::_mm_loadu_si128(from.cast())) }
     }
 }
 
@@ -142,10 +175,25 @@ impl Widen for Plain {
         unsafe { from.cast::<[u8; 4]>().read_unaligned().map(|byte| f32::from(byte >> 4)) }
     }
     #[inline(always)]
+    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V {
+        // SAFETY: as above.
+        unsafe {
+            from.cast::<[u8; 4]>()
+                .read_unaligned()
+                .map(|byte| f32::from(byte >> bit & 3))
+        }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(from: *const [u8; 2]) -> Self::V {
         // SAFETY: as above.
         let halves = unsafe { from.cast::<[[u8; 2]; 4]>().read_unaligned() };
         halves.map(|bytes| f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const [u8; 2]) -> Self::V {
+        // SAFETY: as above.
+        let halves = unsafe { from.cast::<[[u8; 2]; 4]>().read_unaligned() };
+        halves.map(|[low, high]| f16_to_f32(low, high))
     }
 }
 
@@ -153,18 +201,18 @@ impl Widen for Plain {
 mod tests {
     use super::super::{Kernel, Simd, available_isas, run_on};
 
-    /// The five loads of every byte, or of every two bytes.
+    /// The loads of every byte, or of every two bytes.
     struct Loads;
 
     impl Kernel for Loads {
-        type Output = [Vec<f32>; 5];
+        type Output = [Vec<f32>; 8];
 
         #[inline(always)]
         fn run<S: Simd>(self) -> Self::Output {
             let bytes: Vec<u8> = (0..=255).collect();
             let pairs: Vec<[u8; 2]> = (0..=u16::MAX).map(u16::to_le_bytes).collect();
             let mut lanes = [0f32; 16];
-            let mut out = <[Vec<f32>; 5]>::default();
+            let mut out = <[Vec<f32>; 8]>::default();
             for at in (0..256).step_by(S::LANES) {
                 // SAFETY: `at` and the lanes after it are inside `bytes`, whose length is a multiple of the lanes.
                 let loaded = unsafe {
@@ -184,8 +232,17 @@ mod tests {
             }
             for at in (0..pairs.len()).step_by(S::LANES) {
                 // SAFETY: as above.
-                unsafe { S::store(lanes.as_mut_ptr(), S::load_bf16(pairs.as_ptr().add(at))) };
-                out[4].extend(&lanes[..S::LANES]);
+                let loaded = unsafe {
+                    [
+                        S::load_bf16(pairs.as_ptr().add(at)),
+                        S::load_f16(pairs.as_ptr().add(at)),
+                    ]
+                };
+                for (out, v) in out[6..].iter_mut().zip(loaded) {
+                    // SAFETY: as above.
+                    unsafe { S::store(lanes.as_mut_ptr(), v) };
+                    out.extend(&lanes[..S::LANES]);
+                }
             }
             out
         }
@@ -194,19 +251,21 @@ mod tests {
     #[test]
     fn every_number_is_widened_exactly() {
         for isa in available_isas() {
-            let [signed, unsigned, low, high, bf16] = run_on(isa, Loads);
+            let [signed, unsigned, low, high, first, last, bf16, f16] = run_on(isa, Loads);
             for byte in 0..=255u8 {
                 let at = usize::from(byte);
-                let expected = [
-                    f32::from(byte.cast_signed()),
-                    f32::from(byte),
-                    f32::from(byte % 16),
-                    f32::from(byte / 16),
-                ];
-                assert_eq!([signed[at], unsigned[at], low[at], high[at]], expected, "{isa:?}");
+                let found = [signed[at], unsigned[at], low[at], high[at], first[at], last[at]];
+                let signed = f32::from(byte.cast_signed());
+                let expected = [byte, byte % 16, byte / 16, byte % 4, byte / 64].map(f32::from);
+                assert_eq!((found[0], &found[1..]), (signed, &expected[..]), "{isa:?}");
             }
-            for (bits, found) in (0..=u16::MAX).zip(bf16) {
-                assert_eq!(found.to_bits(), u32::from(bits) << 16, "{isa:?}");
+            for (bits, (bf16, f16)) in (0..=u16::MAX).zip(bf16.into_iter().zip(f16)) {
+                assert_eq!(bf16.to_bits(), u32::from(bits) << 16, "{isa:?}");
+                let expected = half::f16::from_bits(bits).to_f32();
+                assert!(
+                    f16.to_bits() == expected.to_bits() || f16.is_nan() && expected.is_nan(),
+                    "{isa:?} {bits:#x}"
+                );
             }
         }
     }

@@ -2,7 +2,7 @@
 //! text computes one row for each text at a time, and is limited by the bytes of the weights.
 
 use super::stored_blocks::{
-    BLOCK, Bf16Blocks, CHUNK, Decoded, GROUP, Int8Blocks, Q4KBlocks, Q8Blocks, TILE, WeightBlocks,
+    BLOCK, Bf16Blocks, CHUNK, Decoded, F16Blocks, GROUP, Int8Blocks, Q4KBlocks, Q6KBlocks, Q8Blocks, TILE, WeightBlocks,
 };
 use crate::nn::cpu::{Kernel, Simd, run_vectorised};
 use crate::nn::transpose::transpose_slice;
@@ -100,7 +100,11 @@ impl Kernel for Outputs<'_, '_> {
                 blocks,
                 per_row: inputs / GROUP,
             }),
-            StoredFormat::Half(HalfFormat::F16, _) | StoredFormat::Q6K(_) => self.multiply_read::<S>(),
+            StoredFormat::Half(HalfFormat::F16, numbers) => self.multiply::<S, _>(F16Blocks { numbers, inputs }),
+            StoredFormat::Q6K(blocks) => self.multiply::<S, _>(Q6KBlocks {
+                blocks,
+                per_row: inputs / GROUP,
+            }),
         }
     }
 }
@@ -167,32 +171,6 @@ impl Outputs<'_, '_> {
                 let (output, row) = (first + index / self.rows, index % self.rows);
                 for input in whole..inputs {
                     *y += blocks.number(output, input) * self.x[row * inputs + input] * blocks.row_scale(output);
-                }
-            }
-        }
-    }
-
-    /// With the weights of formats whose numbers are read in another way.
-    #[inline(always)]
-    fn multiply_read<S: Simd>(self) {
-        let inputs = self.weight.inputs();
-        let mut decoded = Decoded::new();
-        for (tile, y) in self.y.chunks_mut(TILE * self.rows).enumerate() {
-            let first = self.first + tile * TILE;
-            let count = y.len() / self.rows;
-            for start in (0..inputs).step_by(CHUNK) {
-                let length = CHUNK.min(inputs - start);
-                for output in 0..count {
-                    decoded.read(self.weight, output, [first + output, start, length]);
-                }
-                let whole = length - length % BLOCK;
-                for row in 0..self.rows {
-                    let x = &self.x[row * inputs + start..][..length];
-                    for output in 0..count {
-                        let [product] = dot::<S, _, 1>(decoded.view::<Bf16Blocks<'_>>(), [output, 0], &x[..whole], &[]);
-                        let rest = decoded.numbers(output)[whole..length].iter().zip(&x[whole..]);
-                        y[output * self.rows + row] += product + rest.map(|(weight, x)| weight * x).sum::<f32>();
-                    }
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Blocks of 32 weights of a row in each stored form, as vectors.
 
 use crate::nn::cpu::Simd;
-use crate::quant::{Q4_K_BYTES, Q8_0_BYTES, StoredRows, q4_k_factors, q8_0_scale};
+use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_factors, q6_k_scale, q8_0_scale};
 
 /// Weights of a block.
 pub(super) const BLOCK: usize = 32;
@@ -75,6 +75,39 @@ impl WeightBlocks for Bf16Blocks<'_> {
     fn number(self, output: usize, input: usize) -> f32 {
         let bits = u16::from_le_bytes(self.numbers[output * self.inputs + input]);
         f32::from_bits(u32::from(bits) << 16)
+    }
+}
+
+/// Numbers in half precision.
+#[derive(Clone, Copy)]
+pub(super) struct F16Blocks<'a> {
+    pub(super) numbers: &'a [[u8; 2]],
+    pub(super) inputs: usize,
+}
+
+impl WeightBlocks for F16Blocks<'_> {
+    const HAS_SCALE: bool = false;
+    const HAS_MIN: bool = false;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let block = &self.numbers[output * self.inputs + input..][..BLOCK];
+        // SAFETY: the vectors of a block are inside it.
+        vectors::<S>(|at| unsafe { S::load_f16(block.as_ptr().add(at)) })
+    }
+    #[inline(always)]
+    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        NO_FACTORS
+    }
+    #[inline(always)]
+    fn row_scale(self, _: usize) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    fn number(self, output: usize, input: usize) -> f32 {
+        let [low, high] = self.numbers[output * self.inputs + input];
+        f16_to_f32(low, high)
     }
 }
 
@@ -190,6 +223,58 @@ impl WeightBlocks for Q4KBlocks<'_> {
     }
 }
 
+/// Blocks of `q6_k`.
+#[derive(Clone, Copy)]
+pub(super) struct Q6KBlocks<'a> {
+    pub(super) blocks: &'a [[u8; Q6_K_BYTES]],
+    /// Blocks of 256 weights of a row.
+    pub(super) per_row: usize,
+}
+
+impl WeightBlocks for Q6KBlocks<'_> {
+    // A scale is for 16 weights, half a block: it is part of the loaded numbers.
+    const HAS_SCALE: bool = false;
+    const HAS_MIN: bool = false;
+
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+        let block = &self.blocks[output * self.per_row + input / GROUP];
+        // Two halves of four parts of 32 weights, as `StoredRows::read` reads them.
+        let (which, part) = (input % GROUP / 128, input % 128 / BLOCK);
+        let low = &block[64 * which + 32 * (part & 1)..][..BLOCK];
+        let high = &block[128 + 32 * which..][..BLOCK];
+        let scales = [0, 1].map(|half| S::splat(q6_k_scale(block, 8 * which + 2 * part + half)));
+        // A loop, because a closure of this size is not inlined, and would lose the instruction set.
+        let mut numbers = [S::splat(0.0); VECTORS];
+        for (index, number) in numbers.iter_mut().take(BLOCK / S::LANES).enumerate() {
+            let at = index * S::LANES;
+            // SAFETY: the vectors of a part are inside its 32 bytes.
+            let (low, high) = unsafe {
+                let low = low.as_ptr().add(at);
+                let low = if part < 2 { S::load_low(low) } else { S::load_high(low) };
+                (low, S::load_pairs(high.as_ptr().add(at), 2 * part as u32))
+            };
+            let code = S::mul_add(high, S::splat(16.0), low);
+            *number = S::mul(S::sub(code, S::splat(32.0)), scales[at / 16]);
+        }
+        numbers
+    }
+    #[inline(always)]
+    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+        NO_FACTORS
+    }
+    #[inline(always)]
+    fn row_scale(self, _: usize) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    fn number(self, _: usize, _: usize) -> f32 {
+        // A row has whole blocks.
+        0.0
+    }
+}
+
 /// The codes and factors of a chunk of the rows of a tile: decoded once, and multiplied with many rows of inputs.
 pub(super) struct Decoded {
     codes: [[f32; CHUNK]; TILE],
@@ -225,17 +310,6 @@ impl Decoded {
             let count = BLOCKS.min((length - group * GROUP) / BLOCK);
             *factors = blocks.factors(output, input + group * GROUP, count);
         }
-    }
-
-    /// Reads weights of an output without factors: `length` weights from an input on.
-    #[inline(always)]
-    pub(super) fn read(&mut self, weight: StoredRows<'_>, slot: usize, [output, input, length]: [usize; 3]) {
-        weight.read(output, input, &mut self.codes[slot][..length]);
-    }
-
-    /// The decoded numbers of an output.
-    pub(super) fn numbers(&self, slot: usize) -> &[f32; CHUNK] {
-        &self.codes[slot]
     }
 
     /// As the blocks of a format, with the number in the tile as output.
