@@ -134,6 +134,18 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     }
 }
 
+/// Parses YAML that is no config, such as the header of a README.md.
+///
+/// # Errors
+/// What is wrong, with its line.
+pub fn yaml_to_json(text: &str) -> Result<serde_json::Value, String> {
+    let node = yaml::parse(text, None).map_err(|finding| match finding.line {
+        Some(line) => format!("line {line}: {}", finding.message),
+        None => finding.message,
+    })?;
+    node.to_json().ok_or_else(|| "a number is no finite one".to_owned())
+}
+
 /// Parses YAML in which `${VAR}` may be anywhere.
 fn parse_yaml(body: &str, file: Option<&str>) -> Result<Node, Finding> {
     let mut parsed = yaml::parse(&template::hide_variables(body), file);

@@ -73,7 +73,7 @@ mod yaml;
 
 pub use crate::plan::qtype::QType;
 pub use error::{Finding, JobError, Support, summary};
-pub use load::{LoadOptions, LoadedJob, dotenv, env_with, find, load, parse};
+pub use load::{LoadOptions, LoadedJob, dotenv, env_with, find, load, parse, yaml_to_json};
 pub use process::{JobKind, Process, ProcessKind, ProcessType};
 pub use schema::{Input, InputKind, SupportLevel};
 pub use spec::JobSpec;

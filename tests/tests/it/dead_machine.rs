@@ -11,6 +11,7 @@ use aitk_tests::jobs::{
 use aitk_tests::processes::{Process, is_alive};
 use aitk_tests::s3::S3;
 use aitk_tests::server_fault::ServerFault;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -71,11 +72,25 @@ impl TestRun {
         });
     }
 
+    /// Waits until a worker has done this step or a later one, or the job has ended.
+    fn wait_for_step(&self, step: u32, logs: &[&Process]) {
+        eventually(&format!("step {step}"), LIMIT, logs, || {
+            let jobs: serde_json::Value = serde_json::from_str(&self.cluster.aitk_ok(["ps", "-a", "--json"])).ok()?;
+            let done = find_number(&jobs, "done").or_else(|| find_number(&jobs, "checkpoint_step"))?;
+            (done >= u64::from(step)).then_some(())
+        });
+    }
+
     /// Waits for the first checkpoint and kills the worker at an arbitrary step after it; its child process must end with it.
     fn kill_after_the_first_checkpoint(&self, worker: &mut Process) {
         self.wait_for_checkpoint(SAVE_EVERY, &[worker, &self.cluster.coordinator]);
+        assert!(!worker.children().is_empty(), "an attempt is a child process");
+        self.kill(worker);
+    }
+
+    /// Kills a worker; its child process, if it has one, must end with it.
+    fn kill(&self, worker: &mut Process) {
         let orphans = worker.children();
-        assert!(!orphans.is_empty(), "an attempt is a child process");
         worker.kill();
         eventually(
             "the killed worker's child to end",
@@ -167,21 +182,86 @@ fn a_training_of_flux_continues_on_another_worker_bit_for_bit() {
     );
 }
 
+/// Random numbers of a seed.
+struct Random(u64);
+
+impl Random {
+    /// A number from `from` up to and without `to`.
+    fn between(&mut self, from: u32, to: u32) -> u32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^= mixed >> 31;
+        from + u32::try_from(mixed % u64::from(to - from)).unwrap()
+    }
+}
+
+fn number_in_environment(name: &str, default: u32) -> u32 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// All files that a training saved, by their paths below its run folder.
+fn saved_files(run_folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    for save in std::fs::read_dir(run_folder).unwrap() {
+        let save = save.unwrap();
+        let name = save.file_name().to_string_lossy().into_owned();
+        if !name.starts_with("shapes") || !save.path().is_dir() {
+            continue;
+        }
+        for file in std::fs::read_dir(save.path()).unwrap() {
+            let file = file.unwrap();
+            let path = format!("{name}/{}", file.file_name().to_string_lossy());
+            files.insert(path, std::fs::read(file.path()).unwrap());
+        }
+    }
+    files
+}
+
+/// Workers are killed at steps that a seed chooses, each a while after the step, so that a kill can hit a step, a checkpoint or its upload; the
+/// next one is another worker with a folder of its own. `AITK_KILL_SEED` sets the seed, `AITK_KILLS` how many are killed.
 #[test]
-fn a_training_of_a_code_model_continues_on_another_worker_bit_for_bit() {
+fn a_training_of_a_code_model_killed_at_random_steps_continues_on_other_workers_bit_for_bit() {
+    let (seed, kills) = (
+        number_in_environment("AITK_KILL_SEED", 1),
+        number_in_environment("AITK_KILLS", 2),
+    );
+    let mut random = Random(u64::from(seed));
+    let mut points: Vec<(u32, u32)> = (0..kills)
+        .map(|_| (random.between(1, STEPS - 2), random.between(0, 400)))
+        .collect();
+    points.sort_unstable();
+    println!("AITK_KILL_SEED={seed} AITK_KILLS={kills}: a kill after these steps and milliseconds: {points:?}");
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let expected = expected_weights(root, code_training_config);
+    expected_weights(root, code_training_config);
+    let expected = saved_files(&root.join("undisturbed/shapes"));
+    assert!(
+        expected.contains_key("shapes/model.safetensors"),
+        "{:?}",
+        expected.keys()
+    );
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
     let run = TestRun::start(root, &s3, code_training_config);
 
-    let mut first = run.cluster.worker("first");
-    run.kill_after_the_first_checkpoint(&mut first);
-    let second = run.cluster.worker("second");
-    let weights = run.wait_for_weights(&[&second]);
+    for (index, (step, milliseconds)) in points.into_iter().enumerate() {
+        let mut worker = run.cluster.worker(&format!("killed-{index}"));
+        run.wait_for_step(step, &[&worker, &run.cluster.coordinator]);
+        std::thread::sleep(Duration::from_millis(u64::from(milliseconds)));
+        run.kill(&mut worker);
+    }
+    let last = run.cluster.worker("last");
+    run.wait_for_weights(&[&last]);
+    let found = saved_files(&root.join("out/shapes"));
+    let differing: Vec<&String> = expected
+        .keys()
+        .filter(|path| found.get(*path) != expected.get(*path))
+        .collect();
     assert!(
-        weights == expected,
-        "the model differs from that of a run without faults\n{}",
-        second.tail()
+        differing.is_empty() && found.len() == expected.len(),
+        "seed {seed}: {differing:?} differ from those of a run without faults, or are missing; there are {:?}\n{}",
+        found.keys(),
+        last.tail()
     );
 }

@@ -8,9 +8,11 @@ use crate::job::values::OneOrMany;
 choices! {
     /// What the files of a data set contain.
     pub enum LmDatasetKind("kind of data set") {
-        /// By the path: `.json` and `.jsonl` files are `records`, other files and folders are `text`.
+        /// By the path: `.json`, `.jsonl` and `.parquet` files are `records`, and so is a folder that is a data set of Hugging Face, of which
+        /// the train split is read: Parquet or JSONL files with nothing but what describes them, or a README.md with `configs` or
+        /// `dataset_info` in its header. Other files and folders are `text`.
         Auto = "auto", Works;
-        /// JSON and JSONL files of token sequences, texts, or prompts with completions.
+        /// JSON, JSONL and Parquet files of token sequences, texts, or prompts with completions.
         Records = "records", Works;
         /// Text and code files; each is a document.
         Text = "text", Works;
@@ -26,7 +28,7 @@ section! {
         /// What the files contain.
         kind: LmDatasetKind = LmDatasetKind::Auto, Works;
         /// Folders: only files whose path below the folder matches one of these: `*.rs`, `src/**/*.py`. A pattern without `/` is for names of
-        /// files. Absent: all files, of `records` those that end in `.json` or `.jsonl`.
+        /// files. Absent: all files, of `records` those that end in `.json`, `.jsonl` or `.parquet`.
         include: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Folders: no files whose path matches one of these; wins over `include`.
         exclude: OneOrMany<String> = OneOrMany(Vec::new()), Works;
@@ -48,12 +50,6 @@ section! {
 fn finish(dataset: &mut LmDatasetConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if present.has("path") && dataset.path.trim().is_empty() {
         cx.error_at("path", "needs the path of a file or a folder");
-    }
-    if dataset.path.to_ascii_lowercase().ends_with(".parquet") {
-        cx.error_at(
-            "path",
-            "Parquet files are not read: convert the data set to JSONL, one record per line",
-        );
     }
     cx.check_not_zero("repeats", dataset.repeats);
     cx.check_at_most("repeats", dataset.repeats, MAX_REPEATS);

@@ -96,7 +96,6 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         );
     }
     for (dataset, expected) in [
-        ("path: data/train.parquet", "JSONL"),
         ("path: src, licenses: [mit license]", "identifiers of SPDX"),
         (
             "path: src, licenses: mit, kind: records",

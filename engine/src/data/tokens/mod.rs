@@ -12,10 +12,12 @@ mod fill_in_middle;
 mod license_expression;
 mod licenses;
 mod order;
+mod parquet;
 mod patterns;
 mod reader;
 mod record;
 mod record_file;
+mod record_folder;
 mod rows;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

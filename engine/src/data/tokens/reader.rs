@@ -5,9 +5,11 @@ use super::documents::{Document, DocumentStore, MAX_DOCUMENTS};
 use super::file_list::{FileFilter, has_ending, list_files};
 use super::fill_in_middle::FimRates;
 use super::licenses::LicenseFilter;
+use super::parquet::read_parquet;
 use super::patterns::Patterns;
 use super::record::{Columns, Record};
 use super::record_file::read_records;
+use super::record_folder::{RECORD_ENDINGS, Split, find_record_files};
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::FimTokens;
 use crate::rng::{TorchGenerator, generator_for};
@@ -22,7 +24,7 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 pub enum SourceKind {
     /// By the path.
     Auto,
-    /// JSON and JSONL.
+    /// JSON, JSONL and Parquet.
     Records,
     /// Texts.
     Text,
@@ -53,6 +55,17 @@ pub struct DataSource {
     pub stay_in_folder: bool,
     /// Whether all of its documents are held out.
     pub is_held_out: bool,
+}
+
+impl DataSource {
+    /// Which split of a data set of Hugging Face it is. `None`: the config chooses the files.
+    fn split(&self) -> Option<Split> {
+        match (self.include.is_empty(), self.is_held_out) {
+            (false, _) => None,
+            (true, false) => Some(Split::Train),
+            (true, true) => Some(Split::HeldOut),
+        }
+    }
 }
 
 /// How data sets are read.
@@ -124,7 +137,7 @@ fn tokenizer_of<'a>(options: &ReadOptions<'a>) -> Result<&'a DocumentTokenizer> 
     options.tokenizer.ok_or_else(|| {
         EngineError::bad_input(format!(
             "{}: the model's folder has no tokenizer.json, which texts need: copy it from the model's repository, or train on token \
-             sequences (`[[1, 2, 3], …]` in a .json or .jsonl file)",
+             sequences (`[[1, 2, 3], …]` in a .json or .jsonl file, or lists of numbers in a .parquet file)",
             options.model.display()
         ))
     })
@@ -166,23 +179,29 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn read_source(&mut self, source: &DataSource, progress: &mut dyn FnMut(usize) -> Result<()>) -> Result<()> {
         let name = source.path.to_string_lossy();
-        if has_ending(&name, "parquet") {
-            return Err(EngineError::bad_input(format!(
-                "{name}: Parquet files are not read: convert the data set to JSONL, one record per line"
-            )));
-        }
         let is_folder = source.path.is_dir();
-        let is_json = has_ending(&name, "json") || has_ending(&name, "jsonl");
+        let mut filter = FileFilter {
+            include: Patterns::new(&source.include),
+            exclude: Patterns::new(&source.exclude),
+            endings: &[],
+        };
+        // The files of a data set of Hugging Face.
+        let found = match source.kind == SourceKind::Auto && is_folder {
+            true => {
+                let files = list_files(&source.path, &filter, source.stay_in_folder)?;
+                find_record_files(&source.path, &files, source.split())?
+            }
+            false => None,
+        };
         let has_records = match source.kind {
             SourceKind::Records => true,
             SourceKind::Text => false,
-            SourceKind::Auto => !is_folder && is_json,
+            SourceKind::Auto if is_folder => found.is_some(),
+            SourceKind::Auto => RECORD_ENDINGS.iter().any(|ending| has_ending(&name, ending)),
         };
-        let filter = FileFilter {
-            include: Patterns::new(&source.include),
-            exclude: Patterns::new(&source.exclude),
-            endings: if has_records { &["json", "jsonl"] } else { &[] },
-        };
+        if has_records {
+            filter.endings = &RECORD_ENDINGS;
+        }
         let has_patterns = !source.include.is_empty() || !source.exclude.is_empty();
         if !is_folder && has_patterns {
             return Err(EngineError::bad_input(format!(
@@ -194,7 +213,13 @@ impl Reader<'_> {
                 "{name}: `licenses` chooses text files of a folder, and this is a data set of another kind: remove it"
             )));
         }
-        let files = list_files(&source.path, &filter, source.stay_in_folder)?;
+        let files = match found {
+            Some(found) => {
+                self.data.notes.push(found.note);
+                found.files
+            }
+            None => list_files(&source.path, &filter, source.stay_in_folder)?,
+        };
         let mut licenses = (!source.licenses.is_empty()).then(|| LicenseFilter::new(&source.path, &source.licenses));
         let (before, not_text, not_licensed) = (self.documents, self.counts.not_text, self.counts.not_licensed);
         for file in &files {
@@ -236,7 +261,11 @@ impl Reader<'_> {
             completion: source.completion_column.clone(),
         };
         let vocabulary = self.options.vocabulary;
-        read_records(file, &columns, vocabulary, &mut |record, place| {
+        let read = match has_ending(&file.to_string_lossy(), "parquet") {
+            true => read_parquet,
+            false => read_records,
+        };
+        read(file, &columns, vocabulary, &mut |record, place| {
             self.add_record(record, source).map_err(|error| match error {
                 EngineError::BadInput(message) if !message.contains(place) => {
                     EngineError::bad_input(format!("{place}: {message}"))
@@ -496,7 +525,7 @@ fn nothing_chosen(source: &DataSource, has_records: bool) -> Result<String> {
     let count = all.len();
     if source.include.is_empty() && has_records {
         return Ok(format!(
-            "none of its {count} files, such as `{first}`, ends in .json or .jsonl: choose others with `include`, or use `kind: text`"
+            "none of its {count} files, such as `{first}`, ends in .json, .jsonl or .parquet: choose others with `include`, or use `kind: text`"
         ));
     }
     Ok(format!(

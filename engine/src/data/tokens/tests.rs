@@ -325,3 +325,54 @@ proptest! {
         prop_assert!(sums.len() < 2 || sums[0] + sums[1] > context);
     }
 }
+
+/// The files of a data set of Hugging Face in Parquet are the documents of its JSONL: the same tokens in the same order.
+#[test]
+fn documents_of_parquet_are_those_of_jsonl() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let fixture = |name: &str| crate::testing::fixtures().join("parquet").join(name);
+    let folder = dir.path().join("hub");
+    std::fs::create_dir_all(folder.join("data")).unwrap();
+    for (name, file) in [
+        ("data/train-00000-of-00002.parquet", "texts_snappy.parquet"),
+        ("data/train-00001-of-00002.parquet", "texts_delta.parquet"),
+        ("data/validation-00000-of-00001.parquet", "texts_zstd_groups.parquet"),
+    ] {
+        std::fs::copy(fixture(file), folder.join(name)).unwrap();
+    }
+    std::fs::write(folder.join("README.md"), "---\ndataset_info:\n  features: []\n---\n").unwrap();
+    let with = |path: &Path, is_held_out| DataSource {
+        text_column: "content".into(),
+        is_held_out,
+        ..source(path)
+    };
+    let fim = FimRates {
+        rate: 0.5,
+        spm_rate: 0.5,
+    };
+    let options = ReadOptions {
+        fim,
+        ..options(dir.path(), Some(&tokenizer), 32)
+    };
+    let lines = fixture("texts.jsonl");
+    let expected = read(&[with(&lines, false), with(&lines, false), with(&lines, true)], options);
+    let found = read(&[with(&folder, false), with(&folder, true)], options);
+    assert_eq!(found.store.fingerprint(), expected.store.fingerprint());
+    assert_eq!(ids(&found, &found.trained), ids(&expected, &expected.trained));
+    assert_eq!(ids(&found, &found.held_out), ids(&expected, &expected.held_out));
+    let note = &found.notes[0];
+    assert!(
+        note.contains("2 of its 3 files with records, such as data/train-00000"),
+        "{note}"
+    );
+    // One file, and token ids without a tokenizer.
+    let without = ReadOptions {
+        fim: FimRates::default(),
+        tokenizer: None,
+        ..options
+    };
+    let [lines, file] = ["ids.jsonl", "ids_dictionary.parquet"].map(fixture);
+    let [lines, file] = [lines, file].map(|path| read(&[with(&path, false)], without).store.fingerprint());
+    assert_eq!(lines, file);
+}

@@ -135,8 +135,13 @@ fn sources(process: &LmTrainerProcess, cx: &Context<'_>) -> Result<Vec<DataSourc
         .as_ref()
         .and_then(|validation| validation.path.clone())
     {
+        let usual = LmDatasetConfig::default();
+        let first = process.datasets.first().unwrap_or(&usual);
         let dataset = LmDatasetConfig {
             path,
+            text_column: first.text_column.clone(),
+            prompt_column: first.prompt_column.clone(),
+            completion_column: first.completion_column.clone(),
             ..LmDatasetConfig::default()
         };
         sources.push(source(&dataset, true, cx)?);

@@ -392,6 +392,56 @@ fn an_interrupted_training_ends_with_the_bytes_of_one_without_interruption() {
     }
 }
 
+/// A data set of Hugging Face in Parquet, on an interrupted run, against the same records in JSONL: the same files and held-out losses.
+#[test]
+fn a_training_on_parquet_that_was_interrupted_is_that_on_jsonl() {
+    let fixture = |name: &str| fixtures().join("parquet").join(name);
+    let mut results = Vec::new();
+    for is_parquet in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        model(&root.join("model"), "starcoder2");
+        let (trained, held_out) = match is_parquet {
+            false => (root.join("train.jsonl"), root.join("held_out.jsonl")),
+            true => (root.join("hub/train.parquet"), root.join("hub/dev.parquet")),
+        };
+        std::fs::create_dir_all(root.join("hub")).unwrap();
+        let files_of = if is_parquet {
+            ["texts_zstd_groups.parquet", "texts_delta.parquet"]
+        } else {
+            ["texts.jsonl"; 2]
+        };
+        for (from, to) in files_of.iter().zip([&trained, &held_out]) {
+            std::fs::copy(fixture(from), to).unwrap();
+        }
+        let paths = match is_parquet {
+            true => [root.join("hub"), root.join("hub")],
+            false => [trained, held_out],
+        };
+        let text = config(
+            root,
+            &[
+                ("network", json!({"linear": 4})),
+                ("datasets", json!([{"path": paths[0], "text_column": "content"}])),
+                ("validation", json!({"path": paths[1], "every": 2})),
+                ("train", json!({"epochs": 3, "batch_size": 2, "lr": 0.01})),
+            ],
+        );
+        let spec = spec_of(&text);
+        let mut losses = Vec::new();
+        if is_parquet {
+            losses.extend(metric(&stop_at(&spec, 3), "val/loss"));
+        }
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        assert!(!logs(&events).contains("changed since"), "{}", logs(&events));
+        losses.extend(metric(&events, "val/loss"));
+        results.push((files(&root.join("out")), losses));
+    }
+    assert!(results[0].1.len() > 3, "{:?}", results[0].1);
+    assert!(results[0] == results[1], "{:?} {:?}", results[0].1, results[1].1);
+}
+
 #[test]
 fn dropout_changes_the_training_and_is_the_same_with_the_same_seed() {
     let losses = |dropout: f64| {

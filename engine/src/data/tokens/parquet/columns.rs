@@ -36,7 +36,9 @@ pub(super) fn chosen_columns(schema: &SchemaDescriptor, columns: &Columns) -> Re
     for (index, field) in fields.iter().enumerate() {
         let name = field.name();
         let kind = match (TOKEN_FIELDS.contains(&name), texts.contains(&name)) {
-            (true, _) => token_ids(field).ok_or_else(|| unsuitable(field, "a list of token ids, which are whole numbers"))?,
+            (true, _) => {
+                token_ids(field).ok_or_else(|| unsuitable(field, "a list of token ids, which are whole numbers"))?
+            }
             (false, true) => text(field).ok_or_else(|| unsuitable(field, "text"))?,
             (false, false) => continue,
         };
@@ -121,8 +123,8 @@ fn token_ids(field: &Type) -> Option<ColumnKind> {
             }
         }
     };
-    let is_whole = element.is_primitive()
-        && matches!(element.get_physical_type(), PhysicalType::INT32 | PhysicalType::INT64);
+    let is_whole =
+        element.is_primitive() && matches!(element.get_physical_type(), PhysicalType::INT32 | PhysicalType::INT64);
     let is_unsigned = match element.get_basic_info().converted_type() {
         ConvertedType::UINT_8 | ConvertedType::UINT_16 | ConvertedType::UINT_32 | ConvertedType::UINT_64 => true,
         ConvertedType::NONE
@@ -161,6 +163,9 @@ fn description(field: &Type) -> String {
             format!("a list of {kind}")
         }
         Some(_) => "a list of groups or lists".to_owned(),
-        None => format!("a group of {}", listed(field.get_fields().iter().map(|field| field.name()))),
+        None => format!(
+            "a group of {}",
+            listed(field.get_fields().iter().map(|field| field.name()))
+        ),
     }
 }

@@ -27,7 +27,9 @@ pub(super) fn contained<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Re
     IS_CONTAINED.set(before);
     match result {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(ParquetError::General(message) | ParquetError::EOF(message) | ParquetError::NYI(message))) => Err(message),
+        Ok(Err(ParquetError::General(message) | ParquetError::EOF(message) | ParquetError::NYI(message))) => {
+            Err(message)
+        }
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err("its content contradicts what its headers say".to_owned()),
     }

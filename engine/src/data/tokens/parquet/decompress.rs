@@ -25,7 +25,9 @@ pub(super) fn decompress(codec: Compression, bytes: &[u8], length: usize) -> Res
         Compression::SNAPPY => {
             let declared = snap::raw::decompress_len(bytes).map_err(|error| error.to_string())?;
             if declared != length {
-                return Err(format!("a page declares {length} bytes and its compressed data {declared}"));
+                return Err(format!(
+                    "a page declares {length} bytes and its compressed data {declared}"
+                ));
             }
             out = snap::raw::Decoder::new()
                 .decompress_vec(bytes)

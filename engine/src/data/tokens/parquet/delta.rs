@@ -31,7 +31,9 @@ fn read_header(bytes: &[u8], max: u32) -> Result<Header, String> {
         ));
     }
     if parts == 0 || block % parts != 0 || (block / parts) % 32 != 0 {
-        return Err(format!("its differences are in {parts} parts of blocks of {block} values"));
+        return Err(format!(
+            "its differences are in {parts} parts of blocks of {block} values"
+        ));
     }
     if values > u64::from(max) {
         return Err(format!("it declares {values} differences and {max} values"));

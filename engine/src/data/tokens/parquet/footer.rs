@@ -71,7 +71,9 @@ fn check_columns(reader: &mut ThriftReader<'_>) -> Result<(), String> {
     let (count, _) = reader.list().map_err(damaged)?;
     let count = usize::try_from(count).unwrap_or(usize::MAX);
     if count > MAX_COLUMNS {
-        return Err(format!("it has {count} columns, and files with up to {MAX_COLUMNS} are read"));
+        return Err(format!(
+            "it has {count} columns, and files with up to {MAX_COLUMNS} are read"
+        ));
     }
     // For each open group, how many of its columns are missing.
     let mut missing: Vec<usize> = Vec::new();

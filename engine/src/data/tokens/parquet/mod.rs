@@ -47,9 +47,8 @@ pub(super) fn read_parquet(
     let chosen = chosen_columns(metadata.file_metadata().schema_descr(), columns).map_err(bad)?;
     let mut row = 0_u64;
     for (index, group) in metadata.row_groups().iter().enumerate() {
-        let in_group = |name: &str, problem: String| {
-            unreadable(format!("row group {}, column `{name}`: {problem}", index + 1))
-        };
+        let in_group =
+            |name: &str, problem: String| unreadable(format!("row group {}, column `{name}`: {problem}", index + 1));
         let mut open: Vec<(&str, ColumnRows)> = Vec::new();
         for column in &chosen {
             let name = column.name.as_str();

@@ -73,7 +73,9 @@ impl Numbers {
         while let Some((id, kind)) = reader.field(&mut last)? {
             match kind {
                 ThriftType::Int if (1..=8).contains(&id) => numbers.ints[id as usize - 1] = Some(reader.int()?),
-                ThriftType::True | ThriftType::False if id == 7 => numbers.is_compressed = Some(kind == ThriftType::True),
+                ThriftType::True | ThriftType::False if id == 7 => {
+                    numbers.is_compressed = Some(kind == ThriftType::True)
+                }
                 _ => reader.skip(kind)?,
             }
         }

@@ -90,7 +90,8 @@ impl ColumnRows {
 
     /// The values of the row that was read, which has so many levels.
     fn field(&self, levels: usize) -> Result<Field, String> {
-        let are_present = |expected: usize| expected == levels && self.definitions.iter().all(|level| *level == self.definition);
+        let are_present =
+            |expected: usize| expected == levels && self.definitions.iter().all(|level| *level == self.definition);
         let (present, is_unsigned) = match (self.kind, &self.values) {
             (ColumnKind::Text, Values::Text(_, values)) => {
                 return match values.as_slice() {
@@ -106,9 +107,10 @@ impl ColumnRows {
             Values::Int32(_, values) if is_unsigned => values.iter().map(|id| i64::from(*id as u32)).collect(),
             Values::Int32(_, values) => values.iter().map(|id| i64::from(*id)).collect(),
             // Too large for any vocabulary.
-            Values::Int64(_, values) if is_unsigned => {
-                values.iter().map(|id| i64::try_from(*id as u64).unwrap_or(i64::MAX)).collect()
-            }
+            Values::Int64(_, values) if is_unsigned => values
+                .iter()
+                .map(|id| i64::try_from(*id as u64).unwrap_or(i64::MAX))
+                .collect(),
             Values::Int64(_, values) => values.clone(),
             Values::Text(..) => return Ok(Field::Other),
         };
@@ -142,7 +144,9 @@ fn chunk(group: &RowGroupMetaData, column: &ChosenColumn, length: u64) -> Result
         .get(column.leaf)
         .ok_or("the row group does not have this column")?;
     if let Some(other) = found.file_path() {
-        return Err(format!("its values are in another file, `{other}`, and such files are not read"));
+        return Err(format!(
+            "its values are in another file, `{other}`, and such files are not read"
+        ));
     }
     if found.column_type() != descriptor.physical_type() {
         return Err("its type is another one in the row group than in the list of columns".to_owned());

@@ -207,8 +207,14 @@ mod tests {
         let skip = |bytes: &[u8], kind| ThriftReader::new(bytes).skip(kind);
         // A text and a list of 2^63 bytes or items.
         let huge = [0xff; 9];
-        assert_eq!(skip(&[&huge[..], &[0x7f]].concat(), ThriftType::Binary), Err(ThriftError::Invalid));
-        assert_eq!(skip(&[&[0xfc][..], &huge[..8], &[0x7f]].concat(), ThriftType::List), Err(ThriftError::Invalid));
+        assert_eq!(
+            skip(&[&huge[..], &[0x7f]].concat(), ThriftType::Binary),
+            Err(ThriftError::Invalid)
+        );
+        assert_eq!(
+            skip(&[&[0xfc][..], &huge[..8], &[0x7f]].concat(), ThriftType::List),
+            Err(ThriftError::Invalid)
+        );
         // Lists in lists without an end.
         assert_eq!(skip(&[0x19; 100_000], ThriftType::List), Err(ThriftError::Invalid));
         assert_eq!(skip(&[0xff; 20], ThriftType::Int), Err(ThriftError::Invalid));
