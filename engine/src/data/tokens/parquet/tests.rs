@@ -354,7 +354,7 @@ fn files_that_declare_more_than_they_have_are_refused_before_memory_is_allocated
         schema.push(column("text", 6, 0));
         schema
     };
-    let no_end = [&delta_header(3)[..], &[0, 1, 1, 1, 1], &[0; 16], &delta_header(1 << 40)].concat();
+    let no_end = [&delta_header(3)[..], &[0, 1, 1, 1, 1], &[0; 4], &delta_header(1 << 40)].concat();
     let cases = [
         (
             File::texts(dictionary_page(max, &hi)),
@@ -458,7 +458,7 @@ fn files_that_declare_more_than_they_have_are_refused_before_memory_is_allocated
         (
             File {
                 schema: vec![group("schema", 1), column("text", 6, 1)],
-                ..File::texts(data_page(1, 0, &hi))
+                ..File::texts(data_page(1, 0, &[0xff, 0, 0, 0, 2, 0]))
             },
             "within its levels",
         ),
