@@ -159,7 +159,7 @@ fn universal_configs_of_every_platform_run_unchanged_on_a_machine_without_a_gpu(
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     write_code_data(root);
-    std::fs::write(root.join("job.yaml"), code_training_config("base", root, 1, 0)).unwrap();
+    std::fs::write(root.join("job.yaml"), code_training_config("base", root, 2, 0)).unwrap();
     run_undisturbed(root);
     let hub = Hub::start(env!("CARGO_BIN_EXE_hub-server"), root);
     let repository = root.join("hub/lab/coder");

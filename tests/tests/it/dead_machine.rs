@@ -219,6 +219,14 @@ fn saved_files(run_folder: &Path) -> BTreeMap<String, Vec<u8>> {
     files
 }
 
+/// The steps of the training that is killed several times.
+const SHORT_STEPS: u32 = 12;
+
+/// A training of so many steps with a checkpoint after every third.
+fn short_code_training(name: &str, folder: &Path, _: u32, _: u32) -> String {
+    code_training_config(name, folder, SHORT_STEPS, 3)
+}
+
 /// Workers are killed at steps that a seed chooses, each a while after the step, so that a kill can hit a step, a checkpoint or its upload; the
 /// next one is another worker with a folder of its own. `AITK_KILL_SEED` sets the seed, `AITK_KILLS` how many are killed.
 #[test]
@@ -229,13 +237,13 @@ fn a_training_of_a_code_model_killed_at_random_steps_continues_on_other_workers_
     );
     let mut random = Random(u64::from(seed));
     let mut points: Vec<(u32, u32)> = (0..kills)
-        .map(|_| (random.between(1, STEPS - 2), random.between(0, 400)))
+        .map(|_| (random.between(1, SHORT_STEPS - 2), random.between(0, 400)))
         .collect();
     points.sort_unstable();
     println!("AITK_KILL_SEED={seed} AITK_KILLS={kills}: a kill after these steps and milliseconds: {points:?}");
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    expected_weights(root, code_training_config);
+    expected_weights(root, short_code_training);
     let expected = saved_files(&root.join("undisturbed/shapes"));
     assert!(
         expected.contains_key("shapes/model.safetensors"),
@@ -243,7 +251,7 @@ fn a_training_of_a_code_model_killed_at_random_steps_continues_on_other_workers_
         expected.keys()
     );
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
-    let run = TestRun::start(root, &s3, code_training_config);
+    let run = TestRun::start(root, &s3, short_code_training);
 
     for (index, (step, milliseconds)) in points.into_iter().enumerate() {
         let mut worker = run.cluster.worker(&format!("killed-{index}"));
