@@ -7,8 +7,10 @@ use aitk_common::control_plane::MAX_CONFIG_BYTES;
 use aitk_common::fsutil::regular;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use aitk_common::job::{InputKind, JobSpec, LoadedJob};
+use aitk_common::job::{InputKind, JobSpec, LoadedJob, ProcessKind};
 use aitk_common::plan::parameter_counts::ParameterCounts;
+use aitk_common::plan::prompt_files::longest_line;
+use aitk_common::plan::training_memory::new_model_counts;
 use std::path::Path;
 
 /// Reads the structure of the job's first model, if the model is on this machine.
@@ -19,31 +21,25 @@ pub(crate) fn parameter_counts(loaded: &LoadedJob, directory: &Path) -> Option<P
         .find(|input| matches!(input.kind, InputKind::Model | InputKind::LanguageModel))?;
     let path = expand(&model.config_path, directory, &env);
     if loaded.spec.is_new_language_model(model) {
-        return counts_of_new_model(&path);
+        return new_model_counts(&path);
     }
     ParameterCounts::read(&path)
-}
-
-/// The parameters of a code model that is made from the config in a folder.
-#[cfg(feature = "embedded")]
-fn counts_of_new_model(folder: &Path) -> Option<ParameterCounts> {
-    let config = aitk_engine::models::causal_lm::CausalLmConfig::read_new(folder).ok()?;
-    let count = u64::try_from(config.parameter_count()).ok()?;
-    Some(ParameterCounts {
-        denoiser: count,
-        ..ParameterCounts::default()
-    })
-}
-
-/// Nothing: this build cannot read configs of models.
-#[cfg(not(feature = "embedded"))]
-fn counts_of_new_model(_: &Path) -> Option<ParameterCounts> {
-    None
 }
 
 /// Counts the images that the job generates, if its prompts are on this machine.
 pub(crate) fn images(spec: &JobSpec, directory: &Path) -> Option<u64> {
     spec.image_count(|file| prompts_in(file, directory))
+}
+
+/// Bytes of the longest prompt in the job's files of texts to continue, if they are on this machine.
+pub(crate) fn longest_prompt(spec: &JobSpec, directory: &Path) -> Option<u64> {
+    let files = spec.process.iter().filter_map(|process| match &process.kind {
+        ProcessKind::LmGenerate(process) => process.generate.prompt_file(),
+        _ => None,
+    });
+    files
+        .filter_map(|file| longest_line(&expand(file, directory, &env)))
+        .max()
 }
 
 /// Counts the prompts in a file.

@@ -58,9 +58,35 @@ pub struct AttemptSpec {
     /// The memory limit in bytes, used where no control group limits the attempt. Unset: only the job's own limit.
     #[serde(default, rename = "most_memory")]
     pub memory_limit: Option<u64>,
+    /// The memory of the device that the attempt may use. Unset: unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_memory: Option<DeviceMemory>,
     /// The program of the job's extension, if it has one: from the worker's own settings, never from the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extension: Option<ExtensionProgram>,
+}
+
+/// The memory of a device that an attempt may use, in bytes: what the worker offers, within the limits of the job and of the worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceMemory {
+    /// What a job that fills the device takes. Offers keep a reserve for other programs.
+    pub budget: u64,
+    /// What a job that was fitted to a device before may take: with a part of that reserve, so that it stays as it is when offers change a little.
+    pub available: u64,
+}
+
+impl DeviceMemory {
+    /// The memory of a device that a worker offers with `offered` bytes, of which `free` are free now where that is known. `limits`: those of the job
+    /// and of the worker.
+    #[must_use]
+    pub fn new(offered: u64, free: Option<u64>, limits: impl IntoIterator<Item = u64>) -> Self {
+        let limit = limits.into_iter().min().unwrap_or(u64::MAX);
+        let free = free.unwrap_or_else(|| offered.saturating_add(offered / 32));
+        Self {
+            budget: offered.min(free).min(limit),
+            available: free.min(limit),
+        }
+    }
 }
 
 /// A program that the worker's owner allows as an extension (docs/extensions.md).

@@ -28,6 +28,7 @@ mod server;
 mod spans;
 pub mod store;
 mod submit;
+mod training_fit;
 mod transfer_limit;
 
 pub use address::ClientAddress;

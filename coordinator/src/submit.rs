@@ -1,11 +1,13 @@
 //! Parses and validates submitted jobs.
 
+use crate::training_fit::fills_device;
 use aitk_common::control_plane::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::job::cluster::{Split, TimeSpan};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::plan::demand::Demand;
+use aitk_common::plan::prompt_files::with_longest_prompt;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_scheduler::{Dependency, DependencyCondition, Requirements};
 use serde_json::Value;
@@ -139,16 +141,18 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         Some(images) => demand.with_images(&job, images),
         None => demand,
     };
+    let planned = with_longest_prompt(job.clone(), submission.longest_prompt);
     let requirements = Requirements {
         priority: cluster.priority,
         owner: submission.owner.clone().unwrap_or_default(),
         yields: cluster.yields,
-        exclusive: cluster.alone,
+        // A job that fills its device shares it with no other one.
+        exclusive: cluster.alone || fills_device(&job),
         device: cluster.device,
         labels,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
-        demand: Demand::of_job(&job, submission.parameter_counts, &submission.image_batches).map(counted),
+        demand: Demand::of_job(&planned, submission.parameter_counts, &submission.image_batches).map(counted),
         data: inputs(submission, &job),
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
@@ -254,6 +258,7 @@ mod tests {
             owner: None,
             parameter_counts: None,
             image_batches: Vec::new(),
+            longest_prompt: None,
             images: None,
         }
     }

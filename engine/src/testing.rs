@@ -287,6 +287,7 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         require_sandbox: false,
         file_size_limit: None,
         memory_limit: None,
+        device_memory: None,
         extension: None,
     }
 }

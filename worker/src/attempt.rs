@@ -5,6 +5,7 @@ use crate::context::Context;
 use crate::outbox::Request;
 use crate::outcome::{file_failure, internal_failure};
 use crate::pins::{self, PinFolder};
+use crate::probe;
 use crate::runner::{self, DesiredState, FailureCauses, Launch, PendingOutputs};
 use crate::sandbox::{self, SandboxRules};
 use crate::session::Reporter;
@@ -12,7 +13,7 @@ use crate::spec_file::SPEC_FILE;
 use crate::stage::{self, StagedInputs};
 use crate::trace::{AttemptTrace, trace_id_of};
 use crate::upload::{self, ResultItem};
-use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, DeviceMemory, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::{Artifact, Assignment, Progress, Report};
 use aitk_common::fsutil::{self, FsError, names};
@@ -330,8 +331,20 @@ fn build_spec(
             && context.control_groups.is_none()
             && assignment.device.kind == DeviceKind::Cpu)
             .then(runner::max_attempt_memory),
+        device_memory: device_memory(context, assignment),
         extension,
     })
+}
+
+/// The memory of its device that an attempt may use. `None`: the worker does not offer the device.
+fn device_memory(context: &Context, assignment: &Assignment) -> Option<DeviceMemory> {
+    let mut devices = context.devices.iter();
+    let offered = devices.find(|offered| offered.id == assignment.device)?.memory_budget;
+    let on_cpu = assignment.device.kind == DeviceKind::Cpu;
+    let free = on_cpu.then(|| probe::memory().available);
+    let limit = on_cpu.then(runner::max_attempt_memory);
+    let budget = ClusterSettings::of(&assignment.job_json).memory_budget;
+    Some(DeviceMemory::new(offered, free, budget.into_iter().chain(limit)))
 }
 
 /// The `sandbox-exec` profile for the child on macOS; `None` on other systems, where the child confines itself.

@@ -9,6 +9,7 @@ use crate::stage::hub::{Hub, UserTokens};
 use crate::storage::StorageAccess;
 use crate::trace::SpanRecorder;
 use crate::uncommitted::UncommittedCheckpoints;
+use aitk_common::capability::Device;
 use std::ffi::OsString;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -19,6 +20,8 @@ pub(crate) struct Context {
     /// Why the coordinator refuses this worker; `None` while it does not.
     pub(crate) refusal: watch::Sender<Option<String>>,
     pub(crate) data_folder: DataFolder,
+    /// The devices that the worker offers.
+    pub(crate) devices: Vec<Device>,
     pub(crate) cache: InputCache,
     pub(crate) derived: DerivedCaches,
     pub(crate) hub: Hub,

@@ -263,6 +263,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         uncommitted,
         refusal: watch::Sender::new(None),
         data_folder,
+        devices: identity.devices.clone(),
         spawner: runner::Spawner::start(tokio::runtime::Handle::current())?,
         storage: storage::StorageAccess::new(),
         attempt_command: config.attempt_command,

@@ -8,14 +8,19 @@ use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::plan::prompt_files::{longest_line, with_longest_prompt};
+use aitk_common::plan::training_memory::new_model_counts;
 use aitk_engine::device::threads::stack_space;
 use aitk_engine::device::{DevicePeak, end_phase};
 use aitk_engine::processes::{expand_home, image_batches};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 const GIB: f64 = 1_073_741_824.0;
+/// The metric with the predicted memory.
+const PREDICTED: &str = "memory/predicted_gib";
 
 /// Resets the peak memory of this process, if the system supports it.
 pub(crate) fn reset_peak_memory() {
@@ -54,6 +59,8 @@ pub(crate) struct MemoryUsage {
     /// In the order of their first appearance.
     phases: Vec<Phase>,
     step: u64,
+    /// The bytes that the attempt's process itself predicts, because it chose what they depend on.
+    predicted: Option<u64>,
 }
 
 #[derive(Debug, PartialEq)]
@@ -79,6 +86,13 @@ impl MemoryUsage {
                 self.phase = Some(name.clone());
             }
             ChildEvent::Progress { done, .. } => self.step = *done,
+            ChildEvent::Metrics { values, .. } => {
+                if let Some(gib) = values.get(PREDICTED) {
+                    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+                    let bytes = (gib * GIB).clamp(0.0, 1e18) as u64;
+                    self.predicted = Some(bytes);
+                }
+            }
             _ => {}
         }
     }
@@ -111,8 +125,10 @@ impl MemoryUsage {
     pub(crate) fn report(mut self, spec: &AttemptSpec) -> Vec<ChildEvent> {
         self.end_phase();
         let on_cpu = spec.device.kind == DeviceKind::Cpu;
-        let predicted =
-            predicted_need(spec, &image_batches(spec)).map(|need| need.under(spec.profile, spec.device.kind));
+        let predicted = self.predicted.or_else(|| {
+            let need = predicted_need(spec, &image_batches(spec))?;
+            Some(need.under(spec.profile, spec.device.kind))
+        });
         let host: Vec<_> = self.phases.iter().map(|phase| (&*phase.name, phase.host)).collect();
         let device = self
             .phases
@@ -136,7 +152,7 @@ impl MemoryUsage {
             values.insert(key.to_owned(), gib(max));
             let mut message = format!("{memory_kind} memory: at most {:.3} GiB", gib(max));
             if let Some(predicted) = predicted {
-                values.insert("memory/predicted_gib".into(), gib(predicted));
+                values.insert(PREDICTED.into(), gib(predicted));
                 let profile = spec.profile.name();
                 message.push_str(&format!(", {:.3} GiB predicted under {profile}", gib(predicted)));
             }
@@ -175,17 +191,28 @@ fn gib(bytes: u64) -> f64 {
 
 /// The predicted memory of this attempt. `batches`: the largest of its data sets, if they were seen.
 fn predicted_need(spec: &AttemptSpec, batches: &[ImageBatch]) -> Option<MemoryNeed> {
-    let model = model_path(spec)?;
-    Demand::of_job(&spec.job, ParameterCounts::read(&model), batches)?.memory
+    let named = first_process(spec)?;
+    let model = local_path(spec, named.pointer("/model/name_or_path")?.as_str()?)?;
+    let counts = match named.pointer("/model/from_config").and_then(Value::as_bool) {
+        Some(true) => new_model_counts(&model),
+        _ => ParameterCounts::read(&model),
+    };
+    let prompts = named.pointer("/generate/prompts").and_then(Value::as_str);
+    let longest = prompts.and_then(|file| longest_line(&local_path(spec, file)?));
+    let job = with_longest_prompt(spec.job.clone(), longest);
+    Demand::of_job(&job, counts, batches)?.memory
 }
 
-/// The path of the model of the job's first process, as the engine resolves it.
-fn model_path(spec: &AttemptSpec) -> Option<PathBuf> {
-    let named = spec.job.pointer("/process/0/kind")?.as_object()?.values().next()?;
-    let model = named.pointer("/model/name_or_path")?.as_str()?;
-    let staged_path = spec.inputs.get(model).cloned();
+/// The job's first process.
+fn first_process(spec: &AttemptSpec) -> Option<&Value> {
+    spec.job.pointer("/process/0/kind")?.as_object()?.values().next()
+}
+
+/// The path on this machine of a path in the config, as the engine resolves it.
+fn local_path(spec: &AttemptSpec, path: &str) -> Option<PathBuf> {
+    let staged_path = spec.inputs.get(path).cloned();
     // Only a job that runs in place may use other paths.
-    staged_path.or_else(|| spec.output_root.is_none().then(|| expand_home(model)))
+    staged_path.or_else(|| spec.output_root.is_none().then(|| expand_home(path)))
 }
 
 /// `cluster.memory_budget`, in bytes.
@@ -279,7 +306,9 @@ mod tests {
                 "job": {"process": [{"kind": {"train": {"model": {"name_or_path": path}}}}]}, "output_root": root,
                 "resume_from": null, "device": {"kind": "cpu", "index": 0}, "profile": "cpu_only", "seed": 0
             });
-            model_path(&serde_json::from_value(spec).unwrap())
+            let spec: AttemptSpec = serde_json::from_value(spec).unwrap();
+            let model = first_process(&spec).unwrap().pointer("/model/name_or_path").unwrap();
+            local_path(&spec, model.as_str().unwrap())
         };
         let none = BTreeMap::new();
         assert_eq!(found("~/sd15", &staged, None), Some(PathBuf::from("/cache/1")));

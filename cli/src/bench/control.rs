@@ -192,6 +192,7 @@ fn job(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
         parameter_counts: None,
         image_batches: Vec::new(),
         images: None,
+        longest_prompt: None,
     }
 }
 

@@ -12,7 +12,7 @@ use crate::notify::Notify;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
 use crate::preflight;
-use crate::submission_data::{job_json, parameter_counts, prompts_in};
+use crate::submission_data::{job_json, longest_prompt, parameter_counts, prompts_in};
 use crate::trace::SubmitSpan;
 use aitk_common::control_plane::{JobView, Submission};
 use aitk_common::hash::ContentHash;
@@ -81,6 +81,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         parameter_counts: parameter_counts(&loaded, &context.directory),
         // Most of its data sets are where the copied job was submitted.
         image_batches: Vec::new(),
+        longest_prompt: longest_prompt(&loaded.spec, &context.directory),
         config_text: stored.config_text,
         config_format: stored.config_format,
         job_json: json,

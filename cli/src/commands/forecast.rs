@@ -8,7 +8,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
 use crate::output::format::printable;
 use crate::preflight::{check_models, image_batches};
-use crate::submission_data::{images, job_json, parameter_counts};
+use crate::submission_data::{images, job_json, longest_prompt, parameter_counts};
 use aitk_common::control_plane::{Forecast, Submission};
 use aitk_common::job::LoadedJob;
 use aitk_common::plan::image_batches::ImageBatch;
@@ -56,6 +56,7 @@ pub(super) fn submission(
         image_batches,
         parameter_counts: parameter_counts(loaded, directory),
         images: images(&loaded.spec, directory),
+        longest_prompt: longest_prompt(&loaded.spec, directory),
         job_json: job_json(loaded, config)?,
         config_text: loaded.text.clone(),
         config_format: loaded.format.name().to_owned(),

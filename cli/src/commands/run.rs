@@ -14,7 +14,7 @@ use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
 use crate::preflight;
-use crate::submission_data::{job_json, parameter_counts};
+use crate::submission_data::{job_json, longest_prompt, parameter_counts};
 use crate::trace::SubmitSpan;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
@@ -363,6 +363,7 @@ fn submission(
         idempotency_key: None,
         owner: None,
         images: None,
+        longest_prompt: longest_prompt(&loaded.spec, directory),
     })
 }
 

@@ -15,7 +15,7 @@ use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::preflight::{self, Checked};
-use crate::submission_data::{images, job_json, parameter_counts};
+use crate::submission_data::{images, job_json, longest_prompt, parameter_counts};
 use crate::sweep::{self, Sweep};
 use crate::trace::SubmitSpan;
 use crate::upload::{StagedInput, Upload, hash_inputs};
@@ -100,6 +100,8 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             )
         })
         .unzip();
+    let specs = jobs.iter().map(|job| &job.loaded.spec);
+    let prompts = specs.filter_map(|spec| longest_prompt(spec, &context.directory));
     let submission = Submission {
         config_text: first.loaded.text.clone(),
         config_format: first.loaded.format.name().to_owned(),
@@ -113,6 +115,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         owner,
         parameter_counts: shared_value(&all_counts),
         images: shared_value(&counts),
+        longest_prompt: prompts.max(),
         image_batches,
     };
     let submitted = if jobs.len() == 1 {

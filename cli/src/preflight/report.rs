@@ -19,6 +19,7 @@ use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::output::RunOutput;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::plan::prompt_files::with_longest_prompt;
 #[cfg(feature = "embedded")]
 use aitk_engine::processes::TrainingPreview;
 use serde::Serialize;
@@ -123,7 +124,12 @@ impl Report {
             report.unchecked.push(why.to_owned());
         }
         if report.models_are_usable() {
-            report.memory = predicted_memory(loaded, counts, &report.image_batches());
+            report.memory = predicted_memory(
+                loaded,
+                counts,
+                &report.image_batches(),
+                crate::submission_data::longest_prompt(spec, directory),
+            );
         }
         report.short_of_memory = short_of_memory(spec, &report.memory);
         report.local_warnings = output::folder_problems(spec, directory);
@@ -234,8 +240,10 @@ fn predicted_memory(
     loaded: &LoadedJob,
     counts: Option<ParameterCounts>,
     batches: &[ImageBatch],
+    longest_prompt: Option<u64>,
 ) -> BTreeMap<String, u64> {
     let job = serde_json::to_value(&loaded.spec).unwrap_or_default();
+    let job = with_longest_prompt(job, longest_prompt);
     let Some(need) = Demand::of_job(&job, counts, batches).and_then(|demand| demand.memory) else {
         return BTreeMap::new();
     };

@@ -209,6 +209,8 @@ pub struct Submission {
     pub image_batches: Vec<ImageBatch>,
     /// The number of images that it generates, if the client could count them. `cluster.split` divides them into parts.
     pub images: Option<u64>,
+    /// Bytes of the longest prompt in its files of texts to continue, if the client has seen them.
+    pub longest_prompt: Option<u64>,
 }
 
 /// The reply to a submission.

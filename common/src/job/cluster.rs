@@ -50,7 +50,7 @@ section! {
         progress_timeout: Option<TimeSpan> = None, Works;
         /// Preemptible: the job saves and leaves its device when a job of a higher priority, or a job of the same priority that does not yield, waits for it, and resumes automatically later.
         yields: bool = false, Works;
-        /// The job shares its device with no other job, however small both are.
+        /// The job shares its device with no other job, however small both are. So does a training of a code model that leaves its batch size to the machine.
         alone: bool = false, Works;
         /// Splits a job of one `to_folder` process into at most this many parts, which several devices generate at the same time; `auto`: as many as save time. The images are the same.
         split: Option<Split> = None, Works;

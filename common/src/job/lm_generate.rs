@@ -80,6 +80,17 @@ section! {
     check = check_generate;
 }
 
+impl LmGenerateConfig {
+    /// The file with the prompts, as the config has it.
+    #[must_use]
+    pub fn prompt_file(&self) -> Option<&str> {
+        match &self.prompts {
+            TextSource::File(file) if !file.is_empty() => Some(file),
+            _ => None,
+        }
+    }
+}
+
 fn finish_generate(generate: &mut LmGenerateConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     let is_empty = match &generate.prompts {
         TextSource::List(list) => list.is_empty(),

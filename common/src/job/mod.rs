@@ -7,6 +7,7 @@ pub mod arch;
 pub mod augmentation;
 mod augmentation_params;
 
+pub mod auto;
 pub mod caption;
 pub mod change;
 mod checks;

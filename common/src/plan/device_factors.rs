@@ -40,6 +40,18 @@ pub(super) const CPU: DeviceFactors = DeviceFactors {
     margin: 1.025,
 };
 
+/// The same for a language model: all of its blocks have tensors of the same sizes, so that more of what one block frees is used again by the next
+/// one. What comes and goes is given as what stays of it: [`retained_of_blocks`].
+pub(super) const CPU_LANGUAGE: DeviceFactors = DeviceFactors {
+    retained: (0.0, 1.0),
+    ..CPU
+};
+
+/// What the allocator keeps of the bytes that come and go in a block of a language model, with those of its logits: at most all of it.
+pub(super) fn retained_of_blocks(transient: f64) -> f64 {
+    transient.min(0.04 * GIB + 0.25 * transient)
+}
+
 /// An NVIDIA card. The pool of the driver takes memory in pages of 32 MiB, and keeps what tensors have freed until a phase ends: tensors
 /// that come and go leave gaps. Fitted to what jobs took on an H100 (docs/memory-measurements.md).
 pub(super) const CUDA: DeviceFactors = DeviceFactors {

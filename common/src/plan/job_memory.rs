@@ -227,6 +227,8 @@ impl<'a> Job<'a> {
                 conv_rank.map(|rank| rank.min(1e5))
             },
             layer_ranks: layer_ranks(network, rank, conv_rank.unwrap_or(0.0)),
+            // A training of images drops other numbers.
+            drops_inputs: false,
             dropout: [
                 "/dropout",
                 "/network_kwargs/rank_dropout",

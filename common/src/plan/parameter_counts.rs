@@ -201,14 +201,16 @@ fn is_quantization_metadata(name: &str) -> bool {
 }
 
 /// The shapes of a model that generates texts, in a folder with its `config.json` or in a GGUF file.
-fn decoder_shapes(path: &Path) -> Option<LanguageShapes> {
+pub(super) fn decoder_shapes(path: &Path) -> Option<LanguageShapes> {
     if path.is_dir() {
         return LanguageShapes::read_decoder(&language_model_config(path)?);
     }
     let (file, length) = regular::open(path).ok()?;
-    let table = *tensors(path).ok()?.get("token_embd.weight")?.shape.first()?;
+    let tensors = tensors(path).ok()?;
+    let table = *tensors.get("token_embd.weight")?.shape.first()?;
     let metadata = gguf::read_metadata(&file, length).ok()?;
-    LanguageShapes::read_gguf(&metadata, u32::try_from(table).ok()?)
+    let has_output = tensors.contains_key("output.weight");
+    LanguageShapes::read_gguf(&metadata, u32::try_from(table).ok()?, has_output)
 }
 
 /// Whether a folder has a language model as transformers saves it, and no other one.

@@ -1,18 +1,24 @@
 //! Predicts the memory and the work of generating texts with a language model (`lm_generate`), and of exporting one (`lm_export`), from the shapes
 //! of the model.
 
-use super::device_factors::{CPU, CUDA, DeviceFactors, GPU_GRANULARITY, METAL, Need, Phase};
+use super::device_factors::{
+    CPU, CPU_LANGUAGE, CUDA, DeviceFactors, GPU_GRANULARITY, METAL, Need, Phase, retained_of_blocks,
+};
 use super::json::{dtype_bytes, number, text};
 use super::memory_options::MemoryOptions;
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
 use super::profile::MemoryProfile;
+use super::prompt_files::LONGEST_PROMPT;
 use super::shapes::LanguageShapes;
+use super::training_memory::stored_fractions;
+use super::walk::build::{Builder, ComponentOptions};
+use super::walk::{Backend, Decoder, DecoderRows, Form, Walk};
 use serde_json::Value;
 
 /// Tokens of a prompt that are computed at a time (`engine/src/pipelines/text/generator.rs`).
 const PREFILL_TOKENS: f64 = 512.0;
-/// Tokens of a prompt in a file, which is not read.
+/// Tokens of a prompt in a file that was not seen.
 const ASSUMED_PROMPT: f64 = 512.0;
 /// Bytes of a token of code.
 const BYTES_PER_TOKEN: f64 = 3.0;
@@ -110,7 +116,8 @@ impl Prompts {
                     count.max(1.0)
                 },
             longest: if is_file {
-                longest.max(ASSUMED_PROMPT)
+                let seen = number(body, &format!("/generate/{LONGEST_PROMPT}"));
+                longest.max(seen.map_or(ASSUMED_PROMPT, |bytes| (bytes / BYTES_PER_TOKEN).max(1.0)))
             } else {
                 longest.max(1.0)
             }
@@ -127,21 +134,6 @@ fn text_source_is_file(value: &Value) -> bool {
     value.as_str().is_some_and(|path| !path.is_empty())
 }
 
-/// Bytes that are in memory at a time.
-struct Parts {
-    /// Weights that stay.
-    weights: f64,
-    /// Of these, the table of embeddings.
-    table: f64,
-    /// Keys and values.
-    cache: f64,
-    /// Activations of a chunk of a prompt.
-    activations: f64,
-    logits: f64,
-    /// The largest weight that is dequantised or read at each use.
-    read: f64,
-}
-
 struct Generation<'a> {
     body: &'a Value,
     counts: ParameterCounts,
@@ -151,118 +143,115 @@ struct Generation<'a> {
 
 impl Generation<'_> {
     fn memory_need(&self) -> MemoryNeed {
-        let dtype = dtype_bytes(text(self.body, "/model/dtype"));
-        let on_gpu = |factors: &DeviceFactors| {
+        let width = dtype_bytes(text(self.body, "/model/dtype"));
+        let on_gpu = |(form, factors): (Form, &DeviceFactors)| {
             MemoryProfile::on(false).map(|profile| {
-                let bytes = whole(self.need(profile, dtype).bytes(factors));
+                let bytes = whole(self.need(profile, Backend { width, form }).bytes(factors));
                 bytes.div_ceil(GPU_GRANULARITY) * GPU_GRANULARITY
             })
         };
-        let on_cpu = |profile| whole(self.cpu_bytes(profile));
-        MemoryNeed::new([&CUDA, &METAL].map(on_gpu), MemoryProfile::on(true).map(on_cpu))
+        let on_cpu = |profile| whole(self.need(profile, Backend::CPU).bytes(&CPU_LANGUAGE));
+        MemoryNeed::new(
+            [(Form::Cuda, &CUDA), (Form::Metal, &METAL)].map(on_gpu),
+            MemoryProfile::on(true).map(on_cpu),
+        )
     }
 
-    /// The memory on a CPU, fitted to measurements (docs/memory-measurements.md).
-    fn cpu_bytes(&self, profile: MemoryProfile) -> f64 {
-        let parts = self.parts(profile, 4.0, true);
-        let resident = 1.05 * parts.weights + 0.24 * parts.table + 1.7 * parts.cache;
-        1.02 * (CPU_BASE + resident + 0.31 * parts.activations + parts.read)
-    }
-
-    /// The memory on a GPU. `width`: bytes of a number of the arithmetic.
-    fn need(&self, profile: MemoryProfile, width: f64) -> Need {
-        let parts = self.parts(profile, width, false);
-        let transient = parts.activations + parts.logits + parts.read;
+    fn need(&self, profile: MemoryProfile, backend: Backend) -> Need {
+        let options = MemoryOptions::of(profile);
+        let stored = stored_fractions(&self.counts, &self.shapes);
+        let mut builder = Builder::new(
+            ComponentOptions {
+                streamed: options.denoiser_streamed,
+                width: backend.width,
+                cpu: backend.is_cpu(),
+                stored,
+                ..ComponentOptions::default()
+            },
+            0,
+        );
+        // A CPU reads the rows of the tables as they are stored.
+        let table = match (backend.is_cpu(), stored.quantised > 0.5, stored.halves > 0.5) {
+            (true, true, _) => Some(stored.bytes),
+            (true, false, true) => Some(2.0),
+            _ => None,
+        };
+        let decoder = Decoder::new(&mut builder, &self.shapes, table);
+        let Prompts {
+            longest,
+            new_tokens,
+            texts,
+        } = self.prompts;
+        let texts = number(self.body, "/generate/batch_size")
+            .unwrap_or(1.0)
+            .clamp(1.0, 1e5)
+            .min(texts);
+        // A prompt by itself, a part at a time, while the texts before it wait.
+        let part = PREFILL_TOKENS.min(longest);
+        let prefill = self.pass(&decoder, backend, [1.0, part], 1.0);
+        let bias = if longest > part { 4.0 * part * longest } else { 0.0 };
+        let step = self.pass(&decoder, backend, [texts, 1.0], texts);
+        let transient = (prefill + bias).max(step);
+        let n = f64::from;
+        let token = 2.0 * n(self.shapes.kv_heads) * n(self.shapes.head_width) * backend.width;
+        let layers = texts * n(self.shapes.layers) * token;
+        let (rows, freed) = cache_rows(longest, longest + new_tokens, backend.is_cpu());
+        // What a cache frees when it grows stays with the process, if freed memory is not returned.
+        let freed = if options.returns_freed_memory { 0.0 } else { freed };
         Need {
-            weights: parts.weights,
+            weights: builder.weights.resident,
             quantised: 0.0,
             phases: vec![Phase {
-                held: parts.cache,
+                held: layers * (rows + freed),
                 transient,
             }],
-            recycled: transient,
+            recycled: if backend.is_cpu() {
+                retained_of_blocks(transient)
+            } else {
+                transient
+            },
             small_fraction: 0.0,
-            returns_freed_memory: MemoryOptions::of(profile).returns_freed_memory,
+            returns_freed_memory: options.returns_freed_memory,
             has_several_images: false,
         }
     }
 
-    /// `width`: bytes of a number of the arithmetic; 4 on a CPU.
-    fn parts(&self, profile: MemoryProfile, width: f64, is_cpu: bool) -> Parts {
-        let options = MemoryOptions::of(profile);
-        let shapes = &self.shapes;
-        let n = f64::from;
-        let (total, stored) = (self.counts.denoiser as f64, self.counts.denoiser_stored);
-        let table = (n(shapes.vocabulary) * n(shapes.width)).min(total);
-        let quantised = stored.quantised as f64;
-        // Of a Hugging Face folder, the table is among the 16-bit weights; in memory it has the width of the arithmetic.
-        let has_table = stored.halves as f64 + quantised + table > total;
-        let halves = (stored.halves as f64 - if has_table { table } else { 0.0 }).max(0.0);
-        let plain = (total - table - halves - quantised).max(0.0);
-        // A CPU keeps 16-bit weights of files in 16 bits.
-        let half_bytes = if is_cpu { 2.0 } else { width };
-        let dense = table * width + halves * half_bytes + plain * width;
-        let weights = dense * (1.0 - options.denoiser_streamed) + stored.bytes as f64;
-        // A weight that is dequantised or read at each use: of the feed-forward network, or the output layer.
-        let is_untied = total - table >= self.block_parameters() + table * 0.9;
-        let largest = n(shapes.intermediate) * n(shapes.width);
-        let largest = if is_untied || options.denoiser_streamed > 0.0 {
-            largest.max(table)
-        } else {
-            largest
-        };
-        let is_read = quantised > 0.0 || options.denoiser_streamed > 0.0;
-        let read = if is_read { largest * width } else { 0.0 };
-        let texts = number(self.body, "/generate/batch_size")
-            .unwrap_or(1.0)
-            .clamp(1.0, 1e5)
-            .min(self.prompts.texts);
-        let keys = 2.0 * n(shapes.kv_heads) * n(shapes.head_width) * width;
-        let cache = texts
-            * n(shapes.layers)
-            * keys
-            * capacity(self.prompts.longest, self.prompts.longest + self.prompts.new_tokens);
-        let chunk = PREFILL_TOKENS.min(self.prompts.longest);
-        let features = ACTIVATION_WIDTHS * n(shapes.width) + HIDDEN_WIDTHS * n(shapes.intermediate);
-        let scores = n(shapes.heads) * chunk * self.prompts.longest;
-        let logits = LOGIT_COPIES * texts * n(shapes.vocabulary) * 4.0;
-        Parts {
-            weights,
-            table: table * width * (1.0 - options.denoiser_streamed),
-            cache,
-            activations: (chunk.max(texts) * features + scores) * width,
-            logits,
-            read,
-        }
-    }
-
-    /// Parameters of the blocks.
-    fn block_parameters(&self) -> f64 {
-        let shapes = &self.shapes;
-        let n = f64::from;
-        let heads = 2.0 * n(shapes.heads) + 2.0 * n(shapes.kv_heads);
-        n(shapes.layers)
-            * (n(shapes.width) * n(shapes.head_width) * heads + 2.0 * n(shapes.width) * n(shapes.intermediate))
+    /// A pass over `rows` of tokens, and the logits of so many tokens after it.
+    fn pass(&self, decoder: &Decoder, backend: Backend, [rows, tokens]: [f64; 2], logits: f64) -> f64 {
+        let walk = Walk::new(backend);
+        let hidden = decoder.forward(
+            &walk,
+            DecoderRows {
+                rows,
+                tokens,
+                is_packed: false,
+            },
+        );
+        drop(decoder.logits(&walk, logits));
+        drop(hidden);
+        walk.peak()
     }
 }
 
-/// Bytes of the program on a CPU.
-const CPU_BASE: f64 = 0.051 * 1_073_741_824.0;
-/// Features of a token that are in memory at a time, in widths.
-const ACTIVATION_WIDTHS: f64 = 8.0;
-/// The same in widths of the hidden layer of the feed-forward network.
-const HIDDEN_WIDTHS: f64 = 3.0;
-/// Copies of the logits of a step.
-const LOGIT_COPIES: f64 = 3.0;
-
-/// Rows of a cache of keys and values that holds a text which grows token by token.
-fn capacity(prompt: f64, total: f64) -> f64 {
+/// Rows of a cache of keys and values that holds a text which grows token by token, and those that it freed when it grew the last time. On a CPU, rows
+/// that were never written take no memory.
+fn cache_rows(prompt: f64, total: f64, only_written: bool) -> (f64, f64) {
     let grown = |rows: f64| rows + MIN_GROWTH.max((rows / 2.0).floor());
-    let mut capacity = grown(prompt.min(PREFILL_TOKENS));
-    while capacity < total {
-        capacity = grown(capacity + 1.0);
+    let (mut capacity, mut before) = (0.0, 0.0);
+    let mut written = prompt.min(PREFILL_TOKENS);
+    loop {
+        if written > capacity {
+            (before, capacity) = (capacity, grown(written));
+        }
+        if written >= total {
+            return (if only_written { total } else { capacity }, before);
+        }
+        // Parts of a prompt, then up to the next row that does not fit.
+        written = match written < prompt {
+            true => (written + PREFILL_TOKENS).min(prompt),
+            false => (capacity + 1.0).min(total),
+        };
     }
-    capacity
 }
 
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
@@ -272,7 +261,7 @@ fn whole(bytes: f64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{capacity, estimate, export_memory};
+    use super::{cache_rows, estimate, export_memory};
     use crate::capability::DeviceKind;
     use crate::plan::parameter_counts::{CompactWeights, ParameterCounts};
     use crate::plan::profile::MemoryProfile;
@@ -296,6 +285,9 @@ mod tests {
                 intermediate: 12_288,
                 layers: 30,
                 vocabulary: 49_152,
+                positions: 16_384,
+                window: 4096,
+                ..LanguageShapes::default()
             }),
             ..ParameterCounts::default()
         }
@@ -334,9 +326,11 @@ mod tests {
 
     #[test]
     fn caches_grow_by_half() {
-        assert_eq!(capacity(10.0, 20.0), 74.0);
-        assert_eq!(capacity(10.0, 80.0), 139.0);
-        assert_eq!(capacity(400.0, 900.0), 901.0);
+        assert_eq!(cache_rows(10.0, 20.0, false), (74.0, 0.0));
+        assert_eq!(cache_rows(10.0, 80.0, false), (139.0, 74.0));
+        assert_eq!(cache_rows(400.0, 900.0, false), (901.0, 600.0));
+        assert_eq!(cache_rows(400.0, 900.0, true), (900.0, 600.0));
+        assert_eq!(cache_rows(2000.0, 2000.0, false), (3000.0, 1536.0));
     }
 
     #[test]

@@ -71,6 +71,9 @@ pub enum LanguageKind {
     Decoder,
 }
 
+/// The most tokens of a text that a prediction considers.
+const MAX_POSITIONS: u32 = 1 << 24;
+
 /// The shapes of a language model that encodes prompts or generates texts. Missing numbers are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(default)]
@@ -91,6 +94,16 @@ pub struct LanguageShapes {
     pub layers: u32,
     /// Token ids.
     pub vocabulary: u32,
+    /// Of a model that generates texts: the tokens of the longest text.
+    pub positions: u32,
+    /// Of such a model: the tokens of its sliding window; 0: it has none.
+    pub window: u32,
+    /// Of such a model: whether it has a table of learned positions, and one layer for queries, keys and values (StarCoder).
+    pub learned_positions: bool,
+    /// Of such a model: whether its feed-forward networks have a gate, and its norms no bias (Qwen2, Llama).
+    pub gated: bool,
+    /// Of such a model: whether the output layer has weights of its own.
+    pub untied: bool,
 }
 
 impl TransformerShapes {
@@ -203,6 +216,7 @@ impl LanguageShapes {
             intermediate: n("d_ff", 10_240)?,
             layers: n("num_layers", 24)?,
             vocabulary: n("vocab_size", 32_128)?,
+            ..Self::default()
         })
     }
 
@@ -218,6 +232,7 @@ impl LanguageShapes {
             intermediate: n("intermediate_size", 22_016)?,
             layers: n("num_hidden_layers", 32)?,
             vocabulary: n("vocab_size", 151_936)?,
+            ..Self::default()
         })
     }
 
@@ -237,6 +252,10 @@ impl LanguageShapes {
                     intermediate: n("n_inner", width.checked_mul(4)?)?,
                     layers: n("n_layer", 12)?,
                     vocabulary: n("vocab_size", 50_257)?,
+                    positions: n("n_positions", 1024)?.min(MAX_POSITIONS),
+                    learned_positions: true,
+                    untied: !flag(config, "tie_word_embeddings", true),
+                    ..Self::default()
                 };
                 return shapes.checked_decoder();
             }
@@ -247,6 +266,21 @@ impl LanguageShapes {
             _ => return None,
         };
         let [width, intermediate, layers, heads, kv_heads, vocabulary] = usual;
+        let kind = config.get("model_type").and_then(Value::as_str);
+        let is_starcoder2 = kind == Some("starcoder2");
+        // A window that is `null` is none.
+        let has_window = match kind {
+            Some("starcoder2") => !config.get("sliding_window").is_some_and(Value::is_null),
+            Some("qwen2") => {
+                flag(config, "use_sliding_window", false) && !config.get("sliding_window").is_some_and(Value::is_null)
+            }
+            _ => false,
+        };
+        let (positions, window) = match kind {
+            Some("starcoder2") => (4096, 4096),
+            Some("qwen2") => (32_768, 4096),
+            _ => (2048, 0),
+        };
         let (width, heads) = (n("hidden_size", width)?, n("num_attention_heads", heads)?);
         let shapes = Self {
             kind: LanguageKind::Decoder,
@@ -257,12 +291,25 @@ impl LanguageShapes {
             intermediate: n("intermediate_size", intermediate)?,
             layers: n("num_hidden_layers", layers)?,
             vocabulary: n("vocab_size", vocabulary)?,
+            positions: n("max_position_embeddings", positions)?.min(MAX_POSITIONS),
+            window: match has_window {
+                true => n("sliding_window", window)?,
+                false => 0,
+            },
+            learned_positions: false,
+            gated: !is_starcoder2,
+            untied: !flag(config, "tie_word_embeddings", is_starcoder2),
         };
         shapes.checked_decoder()
     }
 
-    /// Reads the metadata of a GGUF file. `vocabulary`: the rows of its table of embeddings. `None`: it is not a decoder.
-    pub(super) fn read_gguf(metadata: &BTreeMap<String, MetadataValue>, vocabulary: u32) -> Option<Self> {
+    /// Reads the metadata of a GGUF file. `vocabulary`: the rows of its table of embeddings. `has_output`: whether there is an output layer. `None`:
+    /// it is not a decoder.
+    pub(super) fn read_gguf(
+        metadata: &BTreeMap<String, MetadataValue>,
+        vocabulary: u32,
+        has_output: bool,
+    ) -> Option<Self> {
         let MetadataValue::Text(arch) = metadata.get("general.architecture")? else {
             return None;
         };
@@ -283,6 +330,11 @@ impl LanguageShapes {
             intermediate: n("feed_forward_length")?,
             layers: n("block_count")?,
             vocabulary,
+            positions: n("context_length").unwrap_or(0).min(MAX_POSITIONS),
+            window: n("attention.sliding_window").unwrap_or(0),
+            learned_positions: arch == "starcoder",
+            gated: matches!(arch.as_str(), "llama" | "qwen2"),
+            untied: has_output,
         };
         shapes.checked_decoder()
     }
@@ -291,6 +343,39 @@ impl LanguageShapes {
     #[must_use]
     pub fn checked_decoder(self) -> Option<Self> {
         (self.kind == LanguageKind::Decoder && self.is_valid()).then_some(self)
+    }
+
+    /// The usual shapes of a model that generates texts with so many parameters, on the side of more memory: StarCoder2-3B has `layers * width`
+    /// of 1.7 times the root of its parameters, Llama-2 7B 1.6, Qwen2.5-0.5B 1.0, SmolLM-135M 1.5.
+    pub(super) fn of_parameters(parameters: u64) -> Self {
+        const HEAD_WIDTH: f64 = 64.0;
+        const DEPTH_TIMES_WIDTH: f64 = 1.75;
+        const PARAMETERS_PER_SQUARED_WIDTH: f64 = 150.0;
+        let parameters = (parameters as f64).clamp(1e4, 1e13);
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let whole = |size: f64| size.round().clamp(1.0, f64::from(MAX_WIDTH)) as u32;
+        let heads = whole((parameters / PARAMETERS_PER_SQUARED_WIDTH).sqrt() / HEAD_WIDTH);
+        let width = heads * whole(HEAD_WIDTH);
+        let layers = whole(DEPTH_TIMES_WIDTH * parameters.sqrt() / f64::from(width));
+        // The rest is in the blocks: attention has up to 4 widths squared, a plain feed-forward network two products.
+        let vocabulary = 49_152u32.min(whole(parameters / f64::from(width) / 2.0)).max(1);
+        let in_blocks = parameters - f64::from(vocabulary) * f64::from(width);
+        let in_block = in_blocks / f64::from(layers) / f64::from(width) - 2.5 * f64::from(width);
+        Self {
+            kind: LanguageKind::Decoder,
+            width,
+            heads,
+            kv_heads: heads.min(whole(f64::from(heads) / 4.0)),
+            head_width: whole(HEAD_WIDTH),
+            intermediate: whole((in_block / 2.0).max(f64::from(width))),
+            layers,
+            vocabulary,
+            positions: 0,
+            window: 0,
+            learned_positions: false,
+            gated: false,
+            untied: false,
+        }
     }
 
     /// Whether it exists.
@@ -313,6 +398,7 @@ impl LanguageShapes {
                 && self.kv_heads <= self.heads
                 && (1..=MAX_TRANSFORMER_LAYERS).contains(&self.layers)
                 && (1..=MAX_COUNT).contains(&self.vocabulary)
+                && self.positions <= MAX_POSITIONS
     }
 
     /// A model of the same kind with this fraction of its parameters.

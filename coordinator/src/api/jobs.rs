@@ -10,6 +10,7 @@ use crate::job_size_limit;
 use crate::store::AuditLine;
 use crate::store::StoreError;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_for_fit, parse_submission};
+use crate::training_fit::describe_choices;
 use aitk_common::control_plane::{
     Forecast, JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis,
 };
@@ -252,6 +253,7 @@ impl Jobs for JobsApi {
             owner: Some(view.owner),
             parameter_counts: None,
             image_batches: Vec::new(),
+            longest_prompt: None,
             images: None,
         });
         if encoded_len(&submission) > MAX_MESSAGE_BYTES {
@@ -348,7 +350,7 @@ impl Jobs for JobsApi {
         // Nothing is submitted: the owner only decides whose jobs the answer may name.
         submission.owner = Some(who.owner());
         let bytes = job_size_limit::of_shared(&submission) + submission.job_json.len();
-        let (parsed, _) = self.parse_submission(submission, bytes, parse_for_fit).await?;
+        let (parsed, submission) = self.parse_submission(submission, bytes, parse_for_fit).await?;
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {
             state.check_dependencies(&parsed.after, &parsed.requirements.owner, sees_all)?;
@@ -357,6 +359,11 @@ impl Jobs for JobsApi {
         let forecast: Result<Forecast, Refusal> = self.0.scheduler.query(forecast).await?;
         let mut forecast = forecast.map_err(|refusal| refusal_status(&refusal))?;
         forecast.devices.truncate(DEVICES_SHOWN);
+        let describe = move || {
+            describe_choices(&submission, &mut forecast);
+            Ok(forecast)
+        };
+        let forecast = self.run_parser(bytes, describe).await?;
         Ok(Response::new(forecast.into()))
     }
 

@@ -3,9 +3,14 @@
 //! The run folder, its metrics, its checkpoints and the stopping are those of the trainer of images (`train`). Saves are folders: a LoRA as
 //! peft has it, a whole model as transformers has it.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod auto_tests;
 mod checkpoint;
 mod completions;
 mod data;
+mod fit;
+mod memory_meter;
 pub(super) mod model_folder;
 mod prepare;
 mod run;
@@ -64,6 +69,9 @@ impl Run<'_> {
             }
             let done = step + 1;
             let mut metrics = self.step(step)?;
+            if done == 1 {
+                self.correct_fit(cx);
+            }
             self.non_finite_steps = match metrics.report.warning.clone() {
                 Some(warning) => {
                     cx.log("warn", warning);
@@ -105,6 +113,15 @@ impl Run<'_> {
             }
         }
         self.finish(cx)
+    }
+
+    /// Corrects what was left to the machine, after the first step of the run and before its first checkpoint, so that every run that resumes has what
+    /// was decided here.
+    fn correct_fit(&mut self, cx: &mut Context<'_>) {
+        let size = self.data.largest_batch(0);
+        if self.fit.correct(size, cx) {
+            self.apply_fit();
+        }
     }
 
     /// Makes what is due or asked for after a step. Returns whether there was anything.

@@ -171,7 +171,7 @@ messages! {
     CoordinatorMessage { message }
     InfoRequest {}
     InfoReply { version protocol started_ms storage workers_connected jobs_active }
-    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy images image_batches }
+    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy images image_batches longest_prompt }
     ArrayMember { job_json twin }
     SubmitArrayRequest { shared name members at_most }
     ImageBatch { process width height images }
@@ -180,7 +180,7 @@ messages! {
     TransformerShapes {
         kind in_channels patch blocks single_blocks dual_blocks heads head_width context pooled guidance qk_norm positions
     }
-    LanguageShapes { kind width heads kv_heads head_width intermediate layers vocabulary }
+    LanguageShapes { kind width heads kv_heads head_width intermediate layers vocabulary positions window learned_positions gated untied }
     UNetShapes {
         in_channels out_channels conv_in_kernel conv_out_kernel downsample_padding context linear_projection mid_block
         additional blocks upcast_attention

@@ -68,6 +68,7 @@ impl From<Submission> for v1::SubmitRequest {
             }),
             images: submission.images,
             image_batches: image_batches::wire(&submission.image_batches),
+            longest_prompt: submission.longest_prompt,
         }
     }
 }
@@ -101,6 +102,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
             }),
             images: wire.images,
             image_batches: image_batches::batches(&wire.image_batches),
+            longest_prompt: wire.longest_prompt,
         })
     }
 }

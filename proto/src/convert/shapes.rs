@@ -210,6 +210,11 @@ pub(super) fn wire_language_shapes(language: &LanguageShapes) -> Option<v1::Lang
         intermediate: language.intermediate,
         layers: language.layers,
         vocabulary: language.vocabulary,
+        positions: language.positions,
+        window: language.window,
+        learned_positions: language.learned_positions,
+        gated: language.gated,
+        untied: language.untied,
     })
 }
 
@@ -229,6 +234,11 @@ fn language_shapes(wire: &v1::LanguageShapes) -> Option<LanguageShapes> {
         intermediate: wire.intermediate,
         layers: wire.layers,
         vocabulary: wire.vocabulary,
+        positions: wire.positions,
+        window: wire.window,
+        learned_positions: wire.learned_positions,
+        gated: wire.gated,
+        untied: wire.untied,
     })
 }
 
@@ -308,6 +318,7 @@ mod tests {
                 intermediate: 10_240,
                 layers: 24,
                 vocabulary: 32_128,
+                ..LanguageShapes::default()
             },
             ..ModelShapes::default()
         };

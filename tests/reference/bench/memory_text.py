@@ -4,7 +4,7 @@
     python3 tests/reference/bench/memory_text.py --models FOLDER --seed 1 --count 20
 
 Draws models of 5 to 200 million parameters of every family, their number formats, texts, batches and profiles. FOLDER gets the models, with random
-weights. Each job runs in a process of its own; the peak is that of the process (VmHWM), as aitk reports it. Needs Python's standard library only.
+weights, and with `--keep` they and the jobs stay there. Each job runs in a process of its own; the peak is that of the process (VmHWM), as aitk reports it. Needs Python's standard library only.
 """
 import argparse
 import json
@@ -146,6 +146,7 @@ def main():
     parser.add_argument("--aitk", default=str(ROOT / "target/release/aitk"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     rows = []
     for seed in range(options.seed, options.seed + options.count):
@@ -158,7 +159,8 @@ def main():
         shutil.rmtree(model, ignore_errors=True)
         write_model(model, config, dtype, rng)
         with tempfile.TemporaryDirectory() as temporary:
-            folder, what = Path(temporary), dtype
+            folder, what = (options.models / f"text_{seed}_job" if options.keep else Path(temporary)), dtype
+            folder.mkdir(exist_ok=True)
             if rng.random() < 0.3:
                 what = rng.choice(["f16", "q8_0", "q4_k"])
                 export = {"type": "lm_export", "output_folder": "out", "model": {"name_or_path": str(model)}, "save": {"dtype": what}}
@@ -172,7 +174,8 @@ def main():
             process = {"type": "lm_generate", "output_folder": "texts", "model": {"name_or_path": name, "dtype": "float32"}, "generate": generate}
             profile = rng.choice(PROFILES)
             found = run(options.aitk, {"job": "generate", "config": {"name": "m", "process": [process]}}, profile, folder)
-        shutil.rmtree(model)
+        if not options.keep:
+            shutil.rmtree(model)
         if found is None:
             continue
         taken, predicted, under = found

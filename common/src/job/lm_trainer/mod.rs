@@ -19,6 +19,7 @@ pub use save::LmSaveConfig;
 pub use train::{LmScheduler, LmTrainConfig};
 pub use validation::LmValidationConfig;
 
+use super::auto::CountOrAuto;
 use super::declare::section;
 use super::limits::{MAX_BATCH_TOKENS, MAX_CONTEXT, MAX_DATASETS};
 use super::logging::LoggingConfig;
@@ -44,8 +45,9 @@ section! {
         network: Option<LmNetworkConfig> = None, Works;
         /// Training data.
         datasets [required]: Vec<LmDatasetConfig> = Vec::new(), Works;
-        /// Tokens of a row: longer documents are split into documents of this length.
-        context: u32 = 1024, Works;
+        /// Tokens of a row: longer documents are split into documents of this length. `auto`: as many as fit in memory, up to the positions of the
+        /// model and the longest document.
+        context: CountOrAuto = CountOrAuto::Fixed(1024), Works;
         /// Put several documents into a row. A token attends only to its own document. False: a row for each document, padded to the longest
         /// one of its batch.
         packing: bool = true, Works;
@@ -72,23 +74,8 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
         cx.error_at("datasets", "needs at least one data set (`- path: …`)");
     }
     cx.check_item_count("datasets", process.datasets.len(), MAX_DATASETS);
-    if process.context < 2 {
-        cx.error_at(
-            "context",
-            format!(
-                "expected at least 2 tokens, found {}: a token is predicted from those before it",
-                process.context
-            ),
-        );
-    }
-    cx.check_at_most("context", process.context, MAX_CONTEXT);
-    let tokens = u64::from(process.context) * u64::from(process.train.batch_size);
-    if process.context <= MAX_CONTEXT && tokens > MAX_BATCH_TOKENS {
-        let message = format!(
-            "expected at most {MAX_BATCH_TOKENS} tokens in a batch, found {} rows of {}: use `gradient_accumulation`",
-            process.train.batch_size, process.context
-        );
-        cx.error_at("train.batch_size", message);
+    if let Some(context) = process.context.fixed() {
+        check_context(process, context, cx);
     }
     cx.check_in_range("fim_rate", process.fim_rate, 0.0..=1.0);
     cx.check_in_range("fim_spm_rate", process.fim_spm_rate, 0.0..=1.0);
@@ -98,10 +85,6 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
             "fim_spm_rate",
             "has no effect without `fim_rate`: set it, or remove this key",
         );
-    }
-    if process.fim_rate > 0.0 && process.context < MIN_FIM_CONTEXT {
-        let message = format!("needs a `context` of at least {MIN_FIM_CONTEXT} tokens: three of them mark the parts");
-        cx.error_at("fim_rate", message);
     }
     if process.model.quantize && process.network.is_none() {
         let message = "only a frozen model is quantised, and without a `network` the whole model is trained: add one, or remove this key";
@@ -119,5 +102,24 @@ fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadCo
     }
 }
 
+fn check_context(process: &LmTrainerProcess, context: u32, cx: &mut ReadContext) {
+    if context < 2 {
+        let message = format!("expected at least 2 tokens, found {context}: a token is predicted from those before it");
+        cx.error_at("context", message);
+    }
+    cx.check_at_most("context", context, MAX_CONTEXT);
+    let rows = process.train.batch_size.fixed().unwrap_or(1);
+    if context <= MAX_CONTEXT && u64::from(context) * u64::from(rows) > MAX_BATCH_TOKENS {
+        let message = format!(
+            "expected at most {MAX_BATCH_TOKENS} tokens in a batch, found {rows} rows of {context}: use `gradient_accumulation`"
+        );
+        cx.error_at("train.batch_size", message);
+    }
+    if process.fim_rate > 0.0 && context < MIN_FIM_CONTEXT {
+        let message = format!("needs a `context` of at least {MIN_FIM_CONTEXT} tokens: three of them mark the parts");
+        cx.error_at("fim_rate", message);
+    }
+}
+
 /// The shortest context of documents with parts that are marked.
-const MIN_FIM_CONTEXT: u32 = 16;
+pub const MIN_FIM_CONTEXT: u32 = 16;

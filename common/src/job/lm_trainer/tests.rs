@@ -33,7 +33,10 @@ fn a_config_has_its_values_and_inputs() {
          decay_steps: 7}\n",
     );
     assert_eq!(read.network.as_ref().unwrap().alpha(), 8.0);
-    assert_eq!((read.context, read.packing, read.train.epochs), (1024, true, Some(2)));
+    assert_eq!(
+        (read.context.fixed(), read.packing, read.train.epochs),
+        (Some(1024), true, Some(2))
+    );
     let validation = read.validation.unwrap();
     let due: Vec<u64> = (1..=12).filter(|step| validation.is_due(*step, 12)).collect();
     assert_eq!(due, [1, 5, 10, 12]);
@@ -57,6 +60,22 @@ fn a_config_has_its_values_and_inputs() {
 }
 
 #[test]
+fn values_may_be_left_to_the_machine() {
+    let lines = "      context: auto\n      fim_rate: 0.5\n      train: {batch_size: auto, gradient_accumulation: 8, gradient_checkpointing: auto}\n";
+    let read = process(lines);
+    assert_eq!(
+        (read.context, read.train.batch_size),
+        (CountOrAuto::Auto, CountOrAuto::Auto)
+    );
+    assert_eq!(read.train.gradient_checkpointing.fixed(), None);
+    // The queue's JSON is the same job.
+    let job = parse(&config(lines), Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
+    let text = serde_json::to_string(&job.spec).unwrap();
+    assert!(text.contains(r#""context":"auto""#), "{text}");
+    assert_eq!(crate::job::JobSpec::from_json(&text).unwrap().process, job.spec.process);
+}
+
+#[test]
 fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
     for (lines, key) in [
         ("      context: 1\n", "context"),
@@ -74,6 +93,16 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         ("      train: {decay_steps: 3}\n", "train.decay_steps"),
         ("      train: {steps: 3, warmup_steps: 4}\n", "train.warmup_steps"),
         ("      train: {batch_size: 0}\n", "train.batch_size"),
+        ("      train: {batch_size: auto}\n", "train.batch_size"),
+        (
+            "      train: {batch_size: automatic, gradient_accumulation: 2}\n",
+            "train.batch_size",
+        ),
+        (
+            "      train: {gradient_checkpointing: 3}\n",
+            "train.gradient_checkpointing",
+        ),
+        ("      context: long\n", "context"),
         (
             "      train: {batch_size: 65536}\n      context: 4096\n",
             "train.batch_size",

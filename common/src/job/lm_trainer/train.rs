@@ -1,5 +1,6 @@
 //! `train` of a training of a code model.
 
+use crate::job::auto::{CountOrAuto, FlagOrAuto};
 use crate::job::declare::{choices, section};
 use crate::job::limits::{MAX_ACCUMULATION, MAX_BATCH, MAX_EPOCHS, MAX_FACTOR};
 use crate::job::optimizer::OptimizerName;
@@ -28,9 +29,10 @@ section! {
         steps: Option<u64> = None, Works, shown "1000 without `epochs`";
         /// How often the data is trained on. Instead of `steps`.
         epochs: Option<u32> = None, Works;
-        /// Rows per batch.
-        batch_size: u32 = 1, Works;
-        /// Batches per step. The loss is the mean over the tokens of all of them, as in transformers 5.
+        /// Rows per batch. `auto`: a step has `gradient_accumulation` rows on every machine, and as many of them are computed at a time as fit in
+        /// memory.
+        batch_size: CountOrAuto = CountOrAuto::Fixed(1), Works;
+        /// Batches per step; with `batch_size: auto`, rows per step. The loss is the mean over the tokens of all of them, as in transformers 5.
         gradient_accumulation: u32 = 1, Works;
         /// Learning rate.
         lr: f64 = 1e-4, Works;
@@ -49,8 +51,8 @@ section! {
         /// Gradients are clipped to this norm; 0: no clipping.
         max_grad_norm: f64 = 1.0, Works;
         /// Compute the blocks again in the backward pass instead of keeping what they computed. The profiles `gpu_poor` and `extreme` do it
-        /// anyway.
-        gradient_checkpointing: bool = true, Works;
+        /// anyway. `auto`: only where memory is short.
+        gradient_checkpointing: FlagOrAuto = FlagOrAuto::Fixed(true), Works;
     }
     finish = finish;
     check = check;
@@ -81,8 +83,13 @@ fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext
         cx.check_not_zero("epochs", epochs);
         cx.check_at_most("epochs", epochs, MAX_EPOCHS);
     }
+    if train.batch_size == CountOrAuto::Auto && train.gradient_accumulation == 1 {
+        let message = "`auto` computes as many of a step's rows at a time as fit in memory, and a step has one row: set \
+                       `gradient_accumulation` to the rows of a step, or `batch_size` to a number";
+        cx.error_at("batch_size", message);
+    }
     for (key, value, max) in [
-        ("batch_size", train.batch_size, MAX_BATCH),
+        ("batch_size", train.batch_size.fixed().unwrap_or(1), MAX_BATCH),
         ("gradient_accumulation", train.gradient_accumulation, MAX_ACCUMULATION),
     ] {
         cx.check_not_zero(key, value);

@@ -27,6 +27,22 @@ fn short(model: &str, optimization: &str, training: &str) -> String {
 }
 
 #[test]
+fn values_may_be_left_to_the_machine() {
+    let text = WHOLE
+        .replace("context_window: 512", "context_window: auto")
+        .replace("batch_size: 1", "batch_size: auto")
+        .replace("gradient_checkpointing: true", "gradient_checkpointing: auto");
+    let read = process(&read(&text).unwrap());
+    let train = read.train;
+    let left = (
+        read.context.fixed(),
+        train.batch_size.fixed(),
+        train.gradient_checkpointing.fixed(),
+    );
+    assert_eq!((left, train.gradient_accumulation), ((None, None, None), 16));
+}
+
+#[test]
 fn every_section_has_its_counterpart() {
     let job = read(WHOLE).unwrap();
     assert_eq!(job.spec.unsupported().errors, []);
@@ -36,7 +52,7 @@ fn every_section_has_its_counterpart() {
     );
     let read = process(&job);
     assert_eq!(read.training_folder.as_deref(), Some("models"));
-    assert_eq!((read.training_seed, read.context), (Some(42), 512));
+    assert_eq!((read.training_seed, read.context.fixed()), (Some(42), Some(512)));
     assert_eq!(read.model.name_or_path, "bigcode/starcoder2-3b");
     assert_eq!(
         (read.model.dtype.name(), read.model.quantize, read.model.qtype.as_str()),
@@ -53,11 +69,14 @@ fn every_section_has_its_counterpart() {
     );
     let train = read.train;
     assert_eq!(
-        (train.batch_size, train.gradient_accumulation, train.lr),
-        (1, 16, 1.2e-3)
+        (train.batch_size.fixed(), train.gradient_accumulation, train.lr),
+        (Some(1), 16, 1.2e-3)
     );
     assert_eq!((train.epochs, train.steps, train.warmup_steps), (Some(3), None, 1000));
-    assert_eq!((train.max_grad_norm, train.gradient_checkpointing), (0.3, true));
+    assert_eq!(
+        (train.max_grad_norm, train.gradient_checkpointing.fixed()),
+        (0.3, Some(true))
+    );
     assert_eq!(train.optimizer_params["weight_decay"], 0.08);
     assert_eq!(
         (read.save.save_every, read.save.max_step_saves_to_keep),

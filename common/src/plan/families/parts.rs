@@ -72,6 +72,11 @@ pub(super) const NO_LANGUAGE: LanguageShapes = LanguageShapes {
     intermediate: 0,
     layers: 0,
     vocabulary: 0,
+    positions: 0,
+    window: 0,
+    learned_positions: false,
+    gated: false,
+    untied: false,
 };
 
 pub(super) const NO_TEXT: TextShapes = TextShapes {
@@ -115,6 +120,7 @@ pub(super) const T5_XXL: LanguageShapes = LanguageShapes {
     intermediate: 10_240,
     layers: 24,
     vocabulary: 32_128,
+    ..NO_LANGUAGE
 };
 
 /// A U-Net for 4 latent channels with two layers a block, without blocks.

@@ -1,6 +1,6 @@
 //! Z-Image.
 
-use super::parts::{FAMILY_DEFAULTS, Family, NO_TEXT, NO_TRANSFORMER, VAE_16};
+use super::parts::{FAMILY_DEFAULTS, Family, NO_LANGUAGE, NO_TEXT, NO_TRANSFORMER, VAE_16};
 use crate::plan::shapes::{LanguageKind, LanguageShapes, ModelShapes, TransformerKind, TransformerShapes};
 use crate::plan::walk::build::LoraLayers;
 
@@ -28,6 +28,7 @@ pub(super) static ZIMAGE: Family = Family {
             intermediate: 9728,
             layers: 36,
             vocabulary: 151_936,
+            ..NO_LANGUAGE
         },
         text: [NO_TEXT; 2],
         vae: VAE_16,

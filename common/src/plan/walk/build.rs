@@ -43,6 +43,8 @@ pub(in crate::plan) struct AdapterOptions {
     /// Other ranks for some of the layers; the first entry whose text is in a name is used.
     pub(in crate::plan) layer_ranks: Vec<LayerRankOptions>,
     pub(in crate::plan) dropout: bool,
+    /// Whether inputs of the down projections are dropped.
+    pub(in crate::plan) drops_inputs: bool,
     pub(in crate::plan) filter: NameFilter,
     /// Layers whose name contains one of these are trained as whole differences.
     pub(in crate::plan) full_if_contains: Vec<String>,
@@ -372,6 +374,7 @@ impl Builder {
             return Some(Adapter {
                 rank: 1.0,
                 dropout: false,
+                drops_inputs: false,
                 form: AdapterForm::Difference,
             });
         }
@@ -390,6 +393,7 @@ impl Builder {
             return Some(Adapter {
                 rank: 1.0,
                 dropout: false,
+                drops_inputs: false,
                 form: AdapterForm::Difference,
             });
         }
@@ -419,6 +423,7 @@ impl Builder {
         Some(Adapter {
             rank,
             dropout: options.dropout,
+            drops_inputs: options.drops_inputs,
             form,
         })
     }

@@ -16,6 +16,8 @@ pub(in crate::plan) struct Adapter {
     pub(in crate::plan) rank: f64,
     /// Whether training drops something: then layer and adapter are not computed as one operation.
     pub(in crate::plan) dropout: bool,
+    /// Whether it drops inputs of the down projection.
+    pub(in crate::plan) drops_inputs: bool,
     pub(in crate::plan) form: AdapterForm,
 }
 
@@ -57,6 +59,9 @@ pub(in crate::plan) struct KronSizes {
     /// The rank of the product that is the second matrix.
     pub(in crate::plan) rank: Option<f64>,
 }
+
+/// The most rows of a product with a weight in its stored form (`MAX_ROWS` in `nn/linear/few_rows.rs`).
+const STORED_ROWS: f64 = 64.0;
 
 /// Elements of a 16-bit weight that a linear layer widens at once (`BLOCK` in `nn/linear/halves.rs`).
 const WIDENED_ELEMENTS: f64 = 4_194_304.0;
@@ -116,6 +121,11 @@ impl Layer {
     /// The part of the weight that is unpacked while the layer runs with this number of rows.
     fn unpacked(&self, walk: &Walk, rows: f64) -> Option<Shaped> {
         let [outputs, kernel] = [self.outputs, self.kernel];
+        // A few rows are multiplied with the stored form of a weight, row by row.
+        let is_stored = self.unpacking == Unpacking::Blocks || self.unpacking_bytes > 0.0;
+        if is_stored && kernel == 1.0 && rows <= STORED_ROWS && walk.backend.is_cpu() && self.adapter.is_none() {
+            return None;
+        }
         let outputs = match self.unpacking {
             Unpacking::None => return None,
             Unpacking::Whole => outputs,
@@ -271,11 +281,12 @@ impl Walk {
             self.record_layer(base, x, &y, rows, layer.kernel == 1.0 && x.dims[3] == 1.0);
         }
         // The mask, the product with it, and the change before it is scaled stay in candle's graph.
-        let kept = [
-            self.floats(rows * adapter.rank),
-            self.floats(rows * adapter.rank),
-            self.floats(rows * adapter.rank),
-        ];
+        let dropped = if adapter.drops_inputs {
+            layer.fan_in()
+        } else {
+            adapter.rank
+        };
+        let kept = [rows * dropped, rows * dropped, rows * adapter.rank].map(|elements| self.floats(elements));
         let scaled = self.tensor(y.dims, true);
         let change = self.tensor(y.dims, true);
         let sum = self.tensor(y.dims, true);
@@ -286,6 +297,10 @@ impl Walk {
             // candle's backward pass makes zeros, a sum and the result.
             let dy = [0; 3].map(|_| walk.tensor(gradient.dims, false));
             let hidden = [walk.floats(rows * rank), walk.floats(rows * rank)];
+            // candle's product has gradients of the inputs and of the mask.
+            let inputs = adapter
+                .drops_inputs
+                .then(|| [0; 5].map(|_| walk.floats(rows * layer.fan_in())));
             let mut gradients = vec![
                 (layer.trained_id(0), walk.floats(rank * layer.fan_in())),
                 (layer.trained_id(1), walk.floats(layer.outputs * rank)),
@@ -296,7 +311,7 @@ impl Walk {
             if y_tracked {
                 gradients.push((y_id, gradient));
             }
-            drop((saved, dy, hidden, kept, scaled, change));
+            drop((saved, dy, hidden, inputs, kept, scaled, change));
             gradients
         });
         sum
@@ -457,7 +472,12 @@ impl Walk {
                 // The scores are computed again.
                 walk.meter.multiply(5.0 * scores);
                 let scratch = walk.packed_keys(k);
-                let by_head = [q, k, v].map(|x| walk.tensor(x.dims, false));
+                // Gradients of keys and values are computed for each head of the queries, and then added.
+                let group = q.dims[2] / k.dims[2].max(1.0);
+                let by_head = [(q, 1.0), (k, group), (v, group)].map(|(x, heads)| {
+                    let [batch, length, features, last] = x.dims;
+                    walk.tensor([batch, length, features * heads, last], false)
+                });
                 let joined = [q, k, v].map(|x| walk.tensor(x.dims, false));
                 drop((by_head, scratch));
                 let gradients: Vec<_> = [q, k, v]

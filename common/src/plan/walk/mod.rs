@@ -9,6 +9,10 @@ mod block_sequence;
 pub(super) mod build;
 mod clip;
 mod conditions;
+mod decoder;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod decoder_tests;
 mod denoiser;
 mod dense;
 mod flux;
@@ -33,6 +37,7 @@ mod zimage;
 
 pub(super) use clip::TextEncoder;
 pub(super) use conditions::Conditions;
+pub(super) use decoder::{Decoder, DecoderRows};
 pub(super) use denoiser::Denoiser;
 pub(super) use language::LanguageEncoder;
 pub(super) use meter::Shaped;

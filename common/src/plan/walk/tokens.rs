@@ -164,6 +164,33 @@ impl Walk {
         y
     }
 
+    /// a + b, with candle's operation.
+    pub(super) fn sum_in_candle(&self, a: &Shaped, b: &Shaped) -> Shaped {
+        let y = self.tensor(a.dims, self.is_recording() && (a.tracked || b.tracked));
+        self.record_in_candle(&y, [a, b], false);
+        y
+    }
+
+    /// The same elements in another shape, with candle's operation, which records it.
+    pub(super) fn reshaped_in_candle(&self, x: &Shaped) -> Shaped {
+        let y = self.view(x, x.dims, true);
+        let y = Shaped {
+            tracked: self.is_recording() && x.tracked,
+            ..y
+        };
+        if y.tracked {
+            let held = (x.clone(), y.clone());
+            self.record_step(&y, move |walk, gradient| {
+                let seed = walk.seed(&held.1);
+                let zeros = walk.tensor(held.0.dims, false);
+                let sum = walk.tensor(held.0.dims, false);
+                drop((zeros, seed, gradient));
+                vec![(held.0.id, sum)]
+            });
+        }
+        y
+    }
+
     /// Records an operation of candle: its inputs and its result stay in candle's graph until the backward pass, which adds each
     /// gradient to zeros.
     fn record_in_candle(&self, y: &Shaped, inputs: [&Shaped; 2], has_products: bool) {

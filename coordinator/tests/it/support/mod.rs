@@ -221,6 +221,7 @@ pub(crate) fn submission(name: &str) -> Submission {
         owner: None,
         parameter_counts: None,
         image_batches: Vec::new(),
+        longest_prompt: None,
         images: None,
     }
 }

@@ -30,8 +30,8 @@ impl TokenBatch {
     /// # Errors
     /// When the temporary file cannot be read.
     pub fn read(store: &DocumentStore, plan: &RowPlan, rows: &[usize]) -> Result<Self> {
-        let length_of = |row: &usize| plan.row(*row).iter().map(|document| document.length as usize).sum();
-        let length: usize = rows.iter().map(length_of).max().unwrap_or(0);
+        let longest: usize = rows.iter().map(|row| plan.row_length(*row)).max().unwrap_or(0);
+        let length = plan.padded_length(longest);
         let mut batch = Self {
             rows: rows.len(),
             length,

@@ -6,8 +6,10 @@ use crate::rng::generator_for;
 #[derive(Clone, Debug)]
 pub struct RowOrder {
     rows: usize,
+    /// Rows of a step.
+    per_step: usize,
+    /// Rows that are computed at a time.
     batch: usize,
-    accumulation: usize,
     seed: u64,
     /// The order of the last epoch that was asked for.
     epoch: Option<(u64, Vec<i64>)>,
@@ -20,17 +22,22 @@ impl RowOrder {
     pub fn new(rows: usize, batch: usize, accumulation: usize, seed: u64) -> Self {
         Self {
             rows: rows.max(1),
+            per_step: batch.max(1).saturating_mul(accumulation.max(1)),
             batch: batch.max(1),
-            accumulation: accumulation.max(1),
             seed,
             epoch: None,
         }
     }
 
+    /// Computes so many rows of a step at a time. The rows of each step stay the same.
+    pub fn set_batch(&mut self, rows: usize) {
+        self.batch = rows.max(1);
+    }
+
     /// The number of steps of an epoch.
     #[must_use]
     pub fn steps_per_epoch(&self) -> u64 {
-        self.rows.div_ceil(self.batch.saturating_mul(self.accumulation)) as u64
+        self.rows.div_ceil(self.per_step) as u64
     }
 
     /// The number of the epoch of a step, from 0.
@@ -42,7 +49,7 @@ impl RowOrder {
     /// The rows of each batch of a step.
     pub fn batches(&mut self, step: u64) -> Vec<Vec<usize>> {
         let (epoch, seed, rows) = (self.epoch_of(step), self.seed, self.rows);
-        let per_step = self.batch.saturating_mul(self.accumulation);
+        let per_step = self.per_step;
         let first = (step % self.steps_per_epoch()) as usize * per_step;
         if self.epoch.as_ref().is_none_or(|(known, _)| *known != epoch) {
             self.epoch = Some((epoch, generator_for(seed, "rows", epoch, 0).randperm(rows)));

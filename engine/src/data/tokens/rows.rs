@@ -10,16 +10,31 @@ pub struct RowPlan {
     /// The index of the first document of each row in `documents`, and their number at the end.
     starts: Vec<u32>,
     documents: Vec<Document>,
+    /// Tokens of the longest row.
+    longest: usize,
 }
 
 impl RowPlan {
     /// A row for each document.
     #[must_use]
     pub fn single(documents: Vec<Document>) -> Self {
-        Self {
-            starts: (0..=documents.len() as u32).collect(),
+        Self::new((0..=documents.len() as u32).collect(), documents)
+    }
+
+    fn new(starts: Vec<u32>, documents: Vec<Document>) -> Self {
+        let mut plan = Self {
+            starts,
             documents,
-        }
+            longest: 0,
+        };
+        plan.longest = (0..plan.len()).map(|row| plan.row_length(row)).max().unwrap_or(0);
+        plan
+    }
+
+    /// Tokens of a row.
+    #[must_use]
+    pub fn row_length(&self, index: usize) -> usize {
+        self.row(index).iter().map(|document| document.length as usize).sum()
     }
 
     /// Several documents in each row of `context` tokens: the longest first, each into the fullest row in which it fits (best fit
@@ -63,10 +78,8 @@ impl RowPlan {
         }
         let mut sorted: Vec<(u32, usize)> = row_of.into_iter().zip(0..).collect();
         sorted.sort_unstable();
-        Self {
-            starts,
-            documents: sorted.into_iter().map(|(_, index)| documents[index]).collect(),
-        }
+        let documents = sorted.into_iter().map(|(_, index)| documents[index]).collect();
+        Self::new(starts, documents)
     }
 
     /// The number of rows.
@@ -87,6 +100,14 @@ impl RowPlan {
         &self.documents[self.starts[index] as usize..self.starts[index + 1] as usize]
     }
 
+    /// The length to which rows of up to `longest` tokens are filled up: one of eight steps between two powers of two, but not above the longest row.
+    /// Batches then have few lengths, and the memory that one frees fits the next one.
+    #[must_use]
+    pub fn padded_length(&self, longest: usize) -> usize {
+        let step = (longest.max(1).next_power_of_two() / 16).max(1);
+        longest.next_multiple_of(step).min(self.longest.max(longest))
+    }
+
     /// Only the first rows.
     #[must_use]
     pub fn truncated(mut self, rows: usize) -> Self {
@@ -95,6 +116,25 @@ impl RowPlan {
             self.documents.truncate(self.starts[rows] as usize);
         }
         self
+    }
+
+    /// The number of documents.
+    #[must_use]
+    pub fn documents(&self) -> usize {
+        self.documents.len()
+    }
+
+    /// The documents, row by row.
+    #[must_use]
+    pub fn into_documents(self) -> Vec<Document> {
+        self.documents
+    }
+
+    /// Tokens of the longest document; 0 without documents.
+    #[must_use]
+    pub fn longest_document(&self) -> usize {
+        let lengths = self.documents.iter().map(|document| document.length as usize);
+        lengths.max().unwrap_or(0)
     }
 
     /// The number of tokens of all rows, without padding.

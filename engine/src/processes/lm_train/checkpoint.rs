@@ -4,6 +4,7 @@
 use super::super::context::Context;
 use super::super::run_folder::{RunFolder, checkpoint_error};
 use super::super::step_recorder;
+use super::fit::{STATE_KEY, StoredChoice};
 use super::run::{Run, trainer};
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
@@ -35,6 +36,11 @@ fn newest(spec: &AttemptSpec, folder: &RunFolder) -> Result<Option<Checkpoint>> 
 /// The seed in the checkpoint from which the run resumes, if there is one.
 pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
     newest(spec, folder).ok()??.state().get("seed")?.as_u64()
+}
+
+/// What was left to the machine in the checkpoint from which the run resumes, if there is one.
+pub(super) fn resumed_choice(spec: &AttemptSpec, folder: &RunFolder) -> Option<StoredChoice> {
+    StoredChoice::of(newest(spec, folder).ok()??.state())
 }
 
 impl Run<'_> {
@@ -173,6 +179,9 @@ impl Run<'_> {
         state.insert("optimizer".into(), self.process.train.optimizer.name().into());
         if self.non_finite_steps > 0 {
             state.insert(NON_FINITE_KEY.into(), self.non_finite_steps.into());
+        }
+        if let Some(chosen) = self.fit.stored(cx) {
+            state.insert(STATE_KEY.into(), chosen);
         }
         state.insert(KEPT_KEY.into(), self.kept_saves.clone().into());
         let path = writer.commit(state).map_err(checkpoint_error)?;

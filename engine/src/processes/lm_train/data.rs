@@ -24,7 +24,7 @@ impl Data {
     /// time it ends with [`EngineError::Stopped`].
     pub(super) fn read(
         process: &LmTrainerProcess,
-        (seed, vocabulary): (u64, usize),
+        (seed, vocabulary, context): (u64, usize, usize),
         (model, tokenizer): (&Path, Option<&DocumentTokenizer>),
         (folder, limit): (&Path, Option<Duration>),
         cx: &mut Context<'_>,
@@ -32,7 +32,6 @@ impl Data {
         cx.phase("reading data");
         let started = Instant::now();
         let sources = sources(process, cx)?;
-        let context = process.context as usize;
         let validation = process.validation.as_ref();
         let options = ReadOptions {
             context,
@@ -58,7 +57,7 @@ impl Data {
         for note in read.notes {
             cx.log("warn", note);
         }
-        let (documents, held_out) = (read.trained.len(), read.held_out.len());
+        let held_out = read.held_out.len();
         // Which documents are held out depends on the seed, which a check does not know unless the config has it.
         let is_seed_known = limit.is_none() || process.training_seed.is_some();
         if validation.is_some() && held_out == 0 && is_seed_known {
@@ -66,37 +65,65 @@ impl Data {
                 "validation: no document is held out: raise `share`, or give a `path` of other documents",
             ));
         }
-        let rows = |documents| match process.packing {
-            true => RowPlan::packed(documents, context, seed),
-            false => RowPlan::single(documents),
+        Ok(Self {
+            store: read.store,
+            trained: RowPlan::single(read.trained),
+            held_out: RowPlan::single(read.held_out),
+            order: RowOrder::new(0, 1, 1, seed),
+        })
+    }
+
+    /// Tokens of the longest document.
+    pub(super) fn longest_document(&self) -> usize {
+        self.trained.longest_document().max(self.held_out.longest_document())
+    }
+
+    /// Puts the documents into rows of `context` tokens, in the order of the seed.
+    pub(super) fn make_rows(
+        &mut self,
+        process: &LmTrainerProcess,
+        (seed, context): (u64, usize),
+        cx: &mut Context<'_>,
+    ) {
+        let rows = |plan: &mut RowPlan| {
+            let documents = std::mem::replace(plan, RowPlan::single(Vec::new())).into_documents();
+            match process.packing {
+                true => RowPlan::packed(documents, context, seed),
+                false => RowPlan::single(documents),
+            }
         };
-        let (trained, held_out_rows) = (rows(read.trained), rows(read.held_out));
-        let max = validation.map_or(0, |validation| validation.max_rows as usize);
-        let held_out_rows = held_out_rows.truncated(max);
+        let (documents, held_out) = (self.trained.documents(), self.held_out.documents());
+        let (trained, held_out_rows) = (rows(&mut self.trained), rows(&mut self.held_out));
+        let max = process
+            .validation
+            .as_ref()
+            .map_or(0, |validation| validation.max_rows as usize);
+        (self.trained, self.held_out) = (trained, held_out_rows.truncated(max));
         let train = &process.train;
-        let order = RowOrder::new(
-            trained.len(),
-            train.batch_size as usize,
-            train.gradient_accumulation as usize,
-            seed,
-        );
+        let batch = train.batch_size.fixed().unwrap_or(1) as usize;
+        self.order = RowOrder::new(self.trained.len(), batch, train.gradient_accumulation as usize, seed);
         cx.log(
             "info",
             format!(
                 "{documents} documents of {} tokens in {} rows of up to {context}, {} steps for each epoch; {held_out} documents held out, \
                  {} rows measured",
-                trained.tokens(),
-                trained.len(),
-                order.steps_per_epoch(),
-                held_out_rows.len()
+                self.trained.tokens(),
+                self.trained.len(),
+                self.order.steps_per_epoch(),
+                self.held_out.len()
             ),
         );
-        Ok(Self {
-            store: read.store,
-            trained,
-            held_out: held_out_rows,
-            order,
-        })
+    }
+
+    /// Rows and tokens of a row in the largest batch of a step.
+    pub(super) fn largest_batch(&mut self, step: u64) -> [usize; 2] {
+        let batches = self.order.batches(step);
+        let tokens = |rows: &[usize]| {
+            let longest = rows.iter().map(|row| self.trained.row_length(*row)).max();
+            self.trained.padded_length(longest.unwrap_or(0))
+        };
+        let sizes = batches.iter().map(|rows| [rows.len(), tokens(rows)]);
+        sizes.max_by_key(|[rows, tokens]| rows * tokens).unwrap_or([1, 1])
     }
 
     /// A hash of all tokens.

@@ -3,11 +3,11 @@
 use super::super::context::Context;
 use super::super::run_folder::{FolderNames, RunFolder};
 use super::super::step_recorder::StepRecorder;
-use super::checkpoint::resumed_seed;
+use super::checkpoint::{resumed_choice, resumed_seed};
 use super::data::Data;
+use super::fit::RunFit;
 use super::run::{Run, trainer};
 use super::target::TrainedParameters;
-use crate::checkpointing::Checkpointing;
 use crate::data::tokens::DocumentTokenizer;
 use crate::device::allocator::FreedMemory;
 use crate::device::{self, Compute};
@@ -17,6 +17,7 @@ use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::capability::DeviceKind;
 use aitk_common::fsutil;
 use aitk_common::job::dtype::DType as ConfigDType;
+use aitk_common::job::limits::MAX_CONTEXT;
 use aitk_common::job::lm_trainer::LmTrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
@@ -49,13 +50,18 @@ impl<'a> Run<'a> {
         let (model_folder, config, tokenizer) = open_tokenizer(process, cx)?;
         let temporary = folder.path.join(".aitk");
         fsutil::create_dir_all(&temporary)?;
-        let data = Data::read(
+        let stored = resumed_choice(cx.spec, &folder);
+        let mut fit = RunFit::new(process, (&model_folder, &config), stored, cx)?;
+        let mut data = Data::read(
             process,
-            (seed, config.vocab_size),
+            (seed, config.vocab_size, fit.context()),
             (&model_folder, tokenizer.as_ref()),
             (&temporary, None),
             cx,
         )?;
+        fit.shorten_context(data.longest_document(), cx);
+        data.make_rows(process, (seed, fit.context()), cx);
+        fit.choose(cx);
         let steps = process.train.total_steps(data.order.steps_per_epoch());
         cx.log_file.set_total(steps);
 
@@ -85,8 +91,6 @@ impl<'a> Run<'a> {
         if !memory_options.returns_freed_memory {
             FreedMemory::Retain.apply();
         }
-        model.checkpointing =
-            Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         let target = TrainedParameters::new(process, &mut model, seed, cx)?;
         let eval_model = model.detached()?;
         let trainer = trainer(process, &target, (compute.dtype, steps, seed), &memory_options, cx)?;
@@ -104,6 +108,7 @@ impl<'a> Run<'a> {
             trainer,
             memory_options,
             data,
+            fit,
             steps,
             start_step: 0,
             last_checkpoint: None,
@@ -111,6 +116,7 @@ impl<'a> Run<'a> {
             non_finite_steps: 0,
             metrics,
         };
+        run.apply_fit();
         run.resume(cx)?;
         run.metrics.open(run.start_step)?;
         Ok(run)
@@ -147,15 +153,22 @@ pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) 
         .training_seed
         .and_then(|seed| u64::try_from(seed).ok())
         .unwrap_or(0);
+    // A chosen context is at most as long as the model's, and cuts fewer documents than a short one.
+    let longest = config.max_positions.min(MAX_CONTEXT as usize);
+    let context = process.context.fixed().map_or(longest, |context| context as usize);
     let read = Data::read(
         process,
-        (seed, config.vocab_size),
+        (seed, config.vocab_size, context),
         (&model_folder, tokenizer.as_ref()),
         (&std::env::temp_dir(), Some(CHECK_TIME)),
         cx,
     );
     match read {
-        Ok(_) | Err(EngineError::Stopped) => Ok(()),
+        Ok(mut data) => {
+            data.make_rows(process, (seed, context), cx);
+            Ok(())
+        }
+        Err(EngineError::Stopped) => Ok(()),
         Err(error) => Err(error),
     }
 }
@@ -183,7 +196,10 @@ fn open_tokenizer(
 
 /// Checks that the model has this many positions.
 fn check_context(process: &LmTrainerProcess, config: &CausalLmConfig, cx: &mut Context<'_>) -> Result<()> {
-    let (context, max) = (process.context as usize, config.max_positions);
+    let Some(context) = process.context.fixed().map(|context| context as usize) else {
+        return Ok(());
+    };
+    let max = config.max_positions;
     if context <= max {
         return Ok(());
     }

@@ -4,7 +4,9 @@ use super::super::context::Context;
 use super::super::run_folder::RunFolder;
 use super::super::step_recorder::StepRecorder;
 use super::data::Data;
+use super::fit::RunFit;
 use super::target::TrainedParameters;
+use crate::checkpointing::Checkpointing;
 use crate::data::tokens::DocumentTokenizer;
 use crate::device::Compute;
 use crate::error::Result;
@@ -33,6 +35,8 @@ pub(super) struct Run<'a> {
     pub(super) trainer: Trainer,
     pub(super) memory_options: MemoryOptions,
     pub(super) data: Data,
+    /// The sizes of steps.
+    pub(super) fit: RunFit,
     /// The total number of steps.
     pub(super) steps: u64,
     /// The step at which this attempt starts: the number of finished steps.
@@ -44,6 +48,15 @@ pub(super) struct Run<'a> {
     /// How many of the last steps in a row had no finite loss or gradients.
     pub(super) non_finite_steps: u64,
     pub(super) metrics: StepRecorder,
+}
+
+impl Run<'_> {
+    /// Computes steps in the sizes that the config has, or that were chosen.
+    pub(super) fn apply_fit(&mut self) {
+        self.data.order.set_batch(self.fit.batch_size());
+        self.model.checkpointing =
+            Checkpointing::each_block(self.fit.gradient_checkpointing() || self.memory_options.gradient_checkpointing);
+    }
 }
 
 /// A trainer with a new optimizer, for a model that computes in `dtype`.

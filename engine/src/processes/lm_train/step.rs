@@ -71,7 +71,7 @@ impl Run<'_> {
     pub(super) fn validation_loss(&self) -> Result<Option<f64>> {
         let model = self.eval_model.as_ref().unwrap_or(&self.model);
         let (mut sum, mut predicted) = (0f64, 0usize);
-        for rows in self.data.held_out_row_groups(self.process.train.batch_size as usize) {
+        for rows in self.data.held_out_row_groups(self.fit.batch_size()) {
             let batch = self.data.held_out_batch(&rows)?;
             let factor = 1.0 / batch.targets.len().max(1) as f64;
             let loss = self

@@ -22,7 +22,7 @@ fn reference() -> Value {
 }
 
 /// Writes a tiny model, with a tokenizer if its vocabulary has room for one.
-fn model(folder: &Path, name: &str) {
+pub(super) fn model(folder: &Path, name: &str) {
     let config = decoders()["models"][name]["config"].clone();
     let vocabulary = config["vocab_size"].as_u64().unwrap() as usize;
     write_model(folder, &config);
@@ -34,7 +34,7 @@ fn model(folder: &Path, name: &str) {
 }
 
 /// The token sequences of the reference.
-fn sequences(vocabulary: f32) -> Vec<Value> {
+pub(super) fn sequences(vocabulary: f32) -> Vec<Value> {
     let lengths = [5, 9, 12, 7, 16, 3, 21, 1, 8, 40, 2, 11];
     let ids = |(index, length)| {
         let numbers = formula(&format!("document {index}"), length, 1.0).into_iter();
@@ -62,7 +62,7 @@ const PAIRS: [(&str, &str); 5] = [
     ("z", " = 3;"),
 ];
 
-fn write_lines(path: &Path, records: impl IntoIterator<Item = Value>) {
+pub(super) fn write_lines(path: &Path, records: impl IntoIterator<Item = Value>) {
     let lines: Vec<String> = records.into_iter().map(|record| format!("{record}\n")).collect();
     std::fs::write(path, lines.concat()).unwrap();
 }
@@ -72,7 +72,7 @@ fn write_texts(path: &Path) {
 }
 
 /// The config of a training in a folder that has `model` and `data.jsonl`. `lines`: more keys of the process, as JSON.
-fn config(root: &Path, lines: &[(&str, Value)]) -> String {
+pub(super) fn config(root: &Path, lines: &[(&str, Value)]) -> String {
     let mut process = json!({
         "type": "lm_trainer",
         "training_folder": root.join("out"),
@@ -89,26 +89,26 @@ fn config(root: &Path, lines: &[(&str, Value)]) -> String {
     json!({"job": "extension", "config": {"name": "coder", "process": [process]}}).to_string()
 }
 
-fn spec_of(text: &str) -> AttemptSpec {
+pub(super) fn spec_of(text: &str) -> AttemptSpec {
     let job = parse(text, Format::Json, Some("a.json"), &LoadOptions::default()).unwrap();
     let unsupported = job.spec.unsupported();
     assert!(unsupported.errors.is_empty(), "{unsupported}");
     attempt(&job.spec, text)
 }
 
-fn run_spec(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+pub(super) fn run_spec(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     let mut events = Vec::new();
     let outcome = run(spec, &mut events, &StopSignal::new());
     (outcome, events)
 }
 
-fn completed(text: &str) -> Vec<ChildEvent> {
+pub(super) fn completed(text: &str) -> Vec<ChildEvent> {
     let (outcome, events) = run_spec(&spec_of(text));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     events
 }
 
-fn logs(events: &[ChildEvent]) -> String {
+pub(super) fn logs(events: &[ChildEvent]) -> String {
     let line = |event: &ChildEvent| match event {
         ChildEvent::Log { message, .. } => Some(message.clone()),
         _ => None,
@@ -116,7 +116,7 @@ fn logs(events: &[ChildEvent]) -> String {
     events.iter().filter_map(line).collect::<Vec<_>>().join("\n")
 }
 
-fn metric(events: &[ChildEvent], name: &str) -> Vec<f64> {
+pub(super) fn metric(events: &[ChildEvent], name: &str) -> Vec<f64> {
     let value = |event: &ChildEvent| match event {
         ChildEvent::Metrics { values, .. } => values.get(name).copied(),
         _ => None,
@@ -125,7 +125,7 @@ fn metric(events: &[ChildEvent], name: &str) -> Vec<f64> {
 }
 
 /// The tensors of the final save, by name.
-fn saved(root: &Path) -> BTreeMap<String, Tensor> {
+pub(super) fn saved(root: &Path) -> BTreeMap<String, Tensor> {
     let folder = root.join("out/coder/coder");
     let file = ["adapter_model.safetensors", "model.safetensors"]
         .map(|name| folder.join(name))
@@ -288,7 +288,7 @@ impl EventSink for StopAt {
     }
 }
 
-fn stop_at(spec: &AttemptSpec, step: u64) -> Vec<ChildEvent> {
+pub(super) fn stop_at(spec: &AttemptSpec, step: u64) -> Vec<ChildEvent> {
     let signal = StopSignal::new();
     let mut sink = StopAt {
         step,
@@ -331,7 +331,7 @@ fn whole_training(root: &Path, lora: bool) -> String {
 }
 
 /// All files below a folder with their bytes, without those that have times in them.
-fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+pub(super) fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     let mut folders = vec![folder.to_path_buf()];
     while let Some(next) = folders.pop() {

@@ -61,6 +61,7 @@ fn submission(job: &Value) -> Submission {
         owner: None,
         parameter_counts: None,
         image_batches: Vec::new(),
+        longest_prompt: None,
         images: Some(1),
     }
 }

@@ -1,0 +1,82 @@
+//! The longest prompt in a job's files of texts to continue (`lm_generate`), on which its memory depends.
+
+use crate::fsutil::regular;
+use crate::job::limits::MAX_TEXT_FILE_BYTES;
+use serde_json::Value;
+use std::path::Path;
+
+/// The key of `generate` in which the planner finds it, next to those of the config.
+pub(super) const LONGEST_PROMPT: &str = "longest_prompt";
+
+/// Bytes of the longest line of a file of prompts. No prompt in it is longer, neither in a file of texts nor in JSONL. `None`: it cannot be read.
+#[must_use]
+pub fn longest_line(path: &Path) -> Option<u64> {
+    let text = regular::read_text(path, MAX_TEXT_FILE_BYTES).ok()?;
+    text.lines().map(|line| line.len() as u64).max()
+}
+
+/// The job (`JobSpec` as JSON) with the bytes of the longest prompt in its files, for the planner.
+#[must_use]
+pub fn with_longest_prompt(mut job: Value, bytes: Option<u64>) -> Value {
+    let processes = job.get_mut("process").and_then(Value::as_array_mut);
+    for process in processes.into_iter().flatten() {
+        if let (Some(generate), Some(bytes)) = (process.pointer_mut("/kind/lm_generate/generate"), bytes)
+            && generate.is_object()
+        {
+            generate[LONGEST_PROMPT] = bytes.into();
+        }
+    }
+    job
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::capability::DeviceKind;
+    use crate::plan::demand::Demand;
+    use crate::plan::parameter_counts::ParameterCounts;
+    use crate::plan::profile::MemoryProfile;
+    use crate::plan::shapes::{LanguageKind, LanguageShapes};
+    use serde_json::json;
+
+    #[test]
+    fn a_file_of_prompts_counts_as_its_longest_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("prompts.txt");
+        assert_eq!(longest_line(&file), None);
+        std::fs::write(&file, format!("ab\n{}\r\n\nc", "x".repeat(6000))).unwrap();
+        let bytes = longest_line(&file);
+        assert_eq!(bytes, Some(6000));
+        let counts = ParameterCounts {
+            denoiser: 30_000_000,
+            decoder: Some(LanguageShapes {
+                kind: LanguageKind::Decoder,
+                width: 512,
+                heads: 8,
+                kv_heads: 8,
+                head_width: 64,
+                intermediate: 2048,
+                layers: 8,
+                vocabulary: 16_384,
+                positions: 8192,
+                ..LanguageShapes::default()
+            }),
+            ..ParameterCounts::default()
+        };
+        let job = |prompts: Value| json!({"process": [{"kind": {"lm_generate": {"generate": {"prompts": prompts}}}}]});
+        let need = |job: &Value| {
+            let need = Demand::of_job(job, Some(counts), &[]).unwrap().memory.unwrap();
+            need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu)
+        };
+        let in_file = need(&with_longest_prompt(job(json!("prompts.txt")), bytes));
+        assert_eq!(in_file, need(&job(json!(["x".repeat(6000)]))));
+        assert!(
+            in_file > need(&job(json!("prompts.txt"))),
+            "a file that was not seen has shorter prompts"
+        );
+        // Other jobs stay as they are.
+        assert_eq!(with_longest_prompt(job(json!("a.txt")), None), job(json!("a.txt")));
+        assert_eq!(with_longest_prompt(json!({"process": 3}), bytes), json!({"process": 3}));
+    }
+}
