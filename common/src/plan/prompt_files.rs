@@ -33,11 +33,6 @@ pub fn with_longest_prompt(mut job: Value, bytes: Option<u64>) -> Value {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::capability::DeviceKind;
-    use crate::plan::demand::Demand;
-    use crate::plan::parameter_counts::ParameterCounts;
-    use crate::plan::profile::MemoryProfile;
-    use crate::plan::shapes::{LanguageKind, LanguageShapes};
     use serde_json::json;
 
     #[test]
@@ -46,37 +41,16 @@ mod tests {
         let file = folder.path().join("prompts.txt");
         assert_eq!(longest_line(&file), None);
         std::fs::write(&file, format!("ab\n{}\r\n\nc", "x".repeat(6000))).unwrap();
-        let bytes = longest_line(&file);
-        assert_eq!(bytes, Some(6000));
-        let counts = ParameterCounts {
-            denoiser: 30_000_000,
-            decoder: Some(LanguageShapes {
-                kind: LanguageKind::Decoder,
-                width: 512,
-                heads: 8,
-                kv_heads: 8,
-                head_width: 64,
-                intermediate: 2048,
-                layers: 8,
-                vocabulary: 16_384,
-                positions: 8192,
-                ..LanguageShapes::default()
-            }),
-            ..ParameterCounts::default()
-        };
-        let job = |prompts: Value| json!({"process": [{"kind": {"lm_generate": {"generate": {"prompts": prompts}}}}]});
-        let need = |job: &Value| {
-            let need = Demand::of_job(job, Some(counts), &[]).unwrap().memory.unwrap();
-            need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu)
-        };
-        let in_file = need(&with_longest_prompt(job(json!("prompts.txt")), bytes));
-        assert_eq!(in_file, need(&job(json!(["x".repeat(6000)]))));
-        assert!(
-            in_file > need(&job(json!("prompts.txt"))),
-            "a file that was not seen has shorter prompts"
-        );
+        assert_eq!(longest_line(&file), Some(6000));
+        let job = |prompts: Value| json!({"process": [{"kind": {"lm_generate": {"generate": prompts}}}]});
+        let named = json!({"prompts": "a.txt"});
+        let seen = with_longest_prompt(job(named.clone()), Some(6000));
+        assert_eq!(seen, job(json!({"prompts": "a.txt", "longest_prompt": 6000})));
         // Other jobs stay as they are.
-        assert_eq!(with_longest_prompt(job(json!("a.txt")), None), job(json!("a.txt")));
-        assert_eq!(with_longest_prompt(json!({"process": 3}), bytes), json!({"process": 3}));
+        assert_eq!(with_longest_prompt(job(named.clone()), None), job(named));
+        assert_eq!(
+            with_longest_prompt(json!({"process": 3}), Some(1)),
+            json!({"process": 3})
+        );
     }
 }

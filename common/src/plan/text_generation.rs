@@ -334,6 +334,20 @@ mod tests {
     }
 
     #[test]
+    fn prompts_in_a_file_that_was_seen_count_as_those_of_a_list() {
+        let body = |prompts: Value| json!({"generate": {"prompts": prompts, "max_new_tokens": 32}});
+        let mut in_file = body(json!("prompts.txt"));
+        let unseen = gib(&in_file, counts(), MemoryProfile::CpuOnly);
+        in_file["generate"]["longest_prompt"] = json!(60_000);
+        let seen = gib(&in_file, counts(), MemoryProfile::CpuOnly);
+        assert_eq!(
+            seen,
+            gib(&body(json!(["x".repeat(60_000)])), counts(), MemoryProfile::CpuOnly)
+        );
+        assert!(seen > unseen + 0.1, "{seen} {unseen}");
+    }
+
+    #[test]
     fn odd_numbers_are_bounded() {
         let body = json!({"generate": {"prompts": "a.txt", "max_new_tokens": 1e300, "batch_size": 1e300, "num_completions": 1e300}});
         assert!(estimate(&body, Some(counts())).memory.is_some());

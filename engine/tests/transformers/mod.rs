@@ -103,6 +103,7 @@ impl Case {
             intermediate: r.choose(&[640, 1280]),
             layers: 2 + r.below(2) as u32,
             vocabulary: 500,
+            ..LanguageShapes::default()
         };
         let clip = TextShapes {
             width: 64,

@@ -21,6 +21,7 @@ const CHUNK_TOKENS: [f64; 2] = [16.0, 1024.0];
 const TABLES: u64 = TRAINED + (1 << 40);
 
 /// The projections to queries, keys and values.
+#[expect(clippy::large_enum_variant, reason = "a plan has one for each block of a model")]
 enum Projections {
     /// One layer; the features of queries and of keys.
     Fused(Layer, [f64; 2]),
