@@ -785,7 +785,10 @@ fn bad_input_is_refused_with_its_place() {
     );
     let records = json!([{"path": root.join("binary"), "kind": "records"}]);
     let message = refused_with(&[("datasets", records)]);
-    assert!(message.contains("`a.bin`, ends in .json or .jsonl"), "{message}");
+    assert!(
+        message.contains("`a.bin`, ends in .json, .jsonl or .parquet"),
+        "{message}"
+    );
     let message = refused_with(&[("datasets", json!([{"path": data, "include": ["*.rs"]}]))]);
     assert!(
         message.contains("`include` and `exclude` choose files of a folder"),
