@@ -100,7 +100,7 @@ impl RowPlan {
         &self.documents[self.starts[index] as usize..self.starts[index + 1] as usize]
     }
 
-    /// The length to which rows of up to `longest` tokens are filled up: one of eight steps between two powers of two, but not above the longest row.
+    /// The length to which rows of up to `longest` tokens are padded: one of eight steps between two powers of two, but not above the longest row.
     /// Batches then have few lengths, and the memory that one frees fits the next one.
     #[must_use]
     pub fn padded_length(&self, longest: usize) -> usize {
