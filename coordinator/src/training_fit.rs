@@ -30,16 +30,20 @@ pub(crate) fn describe_choices(submission: &Submission, forecast: &mut Forecast)
     };
     let budget = job.pointer("/cluster/memory_budget").and_then(Value::as_u64);
     let fitting = forecast.devices.iter_mut().filter(|device| device.fits);
-    for device in fitting.take(MAX_DEVICES) {
+    for (index, device) in fitting.take(MAX_DEVICES).enumerate() {
         let limit = device.budget.min(budget.unwrap_or(u64::MAX));
         let choices: Vec<String> = trainings(&job)
             .filter_map(|body| choice(body, submission, device, limit))
             .collect();
-        if !choices.is_empty() {
-            let described = format!("{}; fitted to it: {}", device.description, choices.join("; "));
-            forecast.summary = forecast.summary.replace(&device.description, &described);
-            device.description = described;
+        if choices.is_empty() {
+            continue;
         }
+        let described = format!("; fitted to it: {}", choices.join("; "));
+        // The summary ends with the description of the first device that fits.
+        if index == 0 {
+            forecast.summary.push_str(&described);
+        }
+        device.description.push_str(&described);
     }
 }
 

@@ -85,7 +85,7 @@ impl StorageAccess {
     }
 
     /// Calls `work` until it succeeds, fails for good, or storage has failed for longer than `timeout`. While there
-    /// is not a store at all, it waits, and that time does not count: the training goes on, and must not fail because a
+    /// is no store at all, it waits, and that time does not count: the training goes on, and must not fail because a
     /// coordinator is away for an hour. A request through a coordinator is aborted when the session ends, and
     /// repeated in the next session, which may be with another coordinator.
     pub(crate) async fn retry<'a, T>(

@@ -216,7 +216,7 @@ impl Generation<'_> {
         }
     }
 
-    /// A pass over `rows` of tokens, and the logits of so many tokens after it.
+    /// A pass over `rows` of tokens, and the logits of this many tokens after it.
     fn pass(&self, decoder: &Decoder, backend: Backend, [rows, tokens]: [f64; 2], logits: f64) -> f64 {
         let walk = Walk::new(backend);
         let hidden = decoder.forward(

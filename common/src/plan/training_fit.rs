@@ -9,15 +9,15 @@ use crate::job::limits::MAX_BATCH_TOKENS;
 use serde_json::Value;
 
 /// The shortest context that `auto` chooses, unless the model has fewer positions.
-const LEAST_CONTEXT: u32 = 512;
+const MIN_CONTEXT: u32 = 512;
 /// The shortest context to which a chosen one is shortened where documents are short, so that several are computed together.
-pub const LEAST_PACKED_CONTEXT: u32 = LEAST_CONTEXT;
+pub const MIN_PACKED_CONTEXT: u32 = MIN_CONTEXT;
 /// The longest one.
-const MOST_CONTEXT: u32 = 1 << 20;
+const MAX_CHOSEN_CONTEXT: u32 = 1 << 20;
 /// Tokens of a batch from which a longer one is hardly faster, so that it is better spent on a pass without gradient checkpointing.
 const LARGE_BATCH_TOKENS: u32 = 1024;
 /// The context of a config that does not have one.
-const USUAL_CONTEXT: f64 = 1024.0;
+const DEFAULT_CONTEXT: f64 = 1024.0;
 
 /// Which keys a config leaves to the machine, and the values of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +103,7 @@ impl AutoKeys {
     pub fn of(body: &Value) -> Self {
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let count =
-            |pointer: &str, usual: f64, most: f64| number(body, pointer).unwrap_or(usual).clamp(1.0, most) as u32;
+            |pointer: &str, default: f64, max: f64| number(body, pointer).unwrap_or(default).clamp(1.0, max) as u32;
         let fixed = |pointer: &str, value: u32| (!is_auto(body, pointer)).then_some(value);
         let checkpointed = body.pointer("/train/gradient_checkpointing").and_then(Value::as_bool);
         Self {
@@ -111,7 +111,7 @@ impl AutoKeys {
             accumulation: count("/train/gradient_accumulation", 1.0, 1e6),
             context: fixed(
                 "/context",
-                count("/context", USUAL_CONTEXT, f64::from(1u32 << 24)).max(2),
+                count("/context", DEFAULT_CONTEXT, f64::from(1u32 << 24)).max(2),
             ),
             checkpointed: match is_auto(body, "/train/gradient_checkpointing") {
                 true => None,
@@ -135,7 +135,7 @@ impl AutoKeys {
     /// The step that needs the least memory. `positions`: the tokens of the model's longest text; 0: unknown.
     #[must_use]
     pub fn smallest(&self, positions: u32) -> StepSize {
-        let context = self.context.unwrap_or_else(|| least_context(positions));
+        let context = self.context.unwrap_or_else(|| min_context(positions));
         self.step(self.batch_size.unwrap_or(1), context, self.checkpointed.unwrap_or(true))
     }
 
@@ -171,28 +171,28 @@ impl AutoKeys {
     }
 }
 
-fn least_context(positions: u32) -> u32 {
+fn min_context(positions: u32) -> u32 {
     match positions {
-        0 => LEAST_CONTEXT,
-        positions => LEAST_CONTEXT.min(positions),
+        0 => MIN_CONTEXT,
+        positions => MIN_CONTEXT.min(positions),
     }
 }
 
-/// The contexts that may be chosen for a model with so many positions, the longest first: powers of two, one and a half times as many, and all
+/// The contexts that may be chosen for a model with this many positions, the longest first: powers of two, one and a half times as many, and all
 /// positions.
 fn contexts(positions: u32) -> Vec<u32> {
-    let most = match positions {
-        0 => LEAST_CONTEXT,
-        positions => positions.min(MOST_CONTEXT),
+    let max = match positions {
+        0 => MIN_CONTEXT,
+        positions => positions.min(MAX_CHOSEN_CONTEXT),
     };
-    let mut sizes = vec![most];
-    let mut power = LEAST_CONTEXT;
-    while power < most {
+    let mut sizes = vec![max];
+    let mut power = MIN_CONTEXT;
+    while power < max {
         sizes.push(power);
         sizes.push(power + power / 2);
         power *= 2;
     }
-    sizes.retain(|size| *size <= most);
+    sizes.retain(|size| *size <= max);
     sizes.sort_unstable_by(|a, b| b.cmp(a));
     sizes.dedup();
     sizes

@@ -345,7 +345,7 @@ impl LanguageShapes {
         (self.kind == LanguageKind::Decoder && self.is_valid()).then_some(self)
     }
 
-    /// The usual shapes of a model that generates texts with so many parameters, on the side of more memory: StarCoder2-3B has `layers * width`
+    /// The usual shapes of a model that generates texts with this many parameters, on the side of more memory: StarCoder2-3B has `layers * width`
     /// of 1.7 times the root of its parameters, Llama-2 7B 1.6, Qwen2.5-0.5B 1.0, SmolLM-135M 1.5.
     pub(super) fn of_parameters(parameters: u64) -> Self {
         const HEAD_WIDTH: f64 = 64.0;

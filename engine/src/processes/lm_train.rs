@@ -1,11 +1,14 @@
 //! `lm_trainer`: trains a code model, its LoRA or all of its weights (docs/code-models.md).
 //!
-//! The run folder, its metrics, its checkpoints and the stopping are those of the trainer of images (`train`). Saves are folders: a LoRA as
+//! The run folder and its metrics are shared with the trainer of images (`run_folder`, `step_recorder`, `save_files`). Saves are folders: a LoRA as
 //! peft has it, a whole model as transformers has it.
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod auto_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod bad_input_tests;
 mod checkpoint;
 mod completions;
 mod data;
@@ -13,11 +16,20 @@ mod fit;
 mod memory_meter;
 pub(super) mod model_folder;
 mod prepare;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod reference_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod resume_tests;
 mod run;
 mod saving;
 mod step;
 mod step_metrics;
 mod target;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod test_runs;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

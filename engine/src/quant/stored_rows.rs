@@ -159,13 +159,19 @@ pub(crate) fn q4_k_factors(block: &[u8; Q4_K_BYTES]) -> [[f32; 8]; 2] {
     let join = |first: u32, low: u32| {
         let [a, b, c, d] = (first & 0x3F3F_3F3F).to_le_bytes();
         let [e, f, g, h] = ((low & 0x0F0F_0F0F) | (first >> 6 & 0x0303_0303) << 4).to_le_bytes();
-        [a, b, c, d, e, f, g, h].map(f32::from)
+        [a, b, c, d, e, f, g, h]
     };
     let (scale, min) = (f16_to_f32(block[0], block[1]), f16_to_f32(block[2], block[3]));
-    [
-        join(scales, rest).map(|code| code * scale),
-        join(minima, rest >> 4).map(|code| code * min),
-    ]
+    let mut factors = [[0f32; 8]; 2];
+    for (factors, (codes, scale)) in factors
+        .iter_mut()
+        .zip([(join(scales, rest), scale), (join(minima, rest >> 4), min)])
+    {
+        for (to, code) in factors.iter_mut().zip(codes) {
+            *to = f32::from(code) * scale;
+        }
+    }
+    factors
 }
 
 #[inline(always)]
@@ -182,10 +188,15 @@ fn read_q4_k(block: &[u8; Q4_K_BYTES], to: &mut [f32; 256]) {
     }
 }
 
-/// The scale of 16 weights of a block of `q6_k`: a weight is its code less 32, times the scale.
+/// The scales of the 16 parts of 16 weights of a block of `q6_k`: a weight is its code less 32, times the scale.
 #[inline(always)]
-pub(crate) fn q6_k_scale(block: &[u8; Q6_K_BYTES], part: usize) -> f32 {
-    f16_to_f32(block[208], block[209]) * f32::from(block[192 + part].cast_signed())
+pub(crate) fn q6_k_scales(block: &[u8; Q6_K_BYTES]) -> [f32; 16] {
+    let scale = f16_to_f32(block[208], block[209]);
+    let mut scales = [0f32; 16];
+    for (to, code) in scales.iter_mut().zip(&block[192..208]) {
+        *to = scale * f32::from(code.cast_signed());
+    }
+    scales
 }
 
 #[inline(always)]

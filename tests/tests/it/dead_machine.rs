@@ -222,7 +222,7 @@ fn saved_files(run_folder: &Path) -> BTreeMap<String, Vec<u8>> {
 /// The steps of the training that is killed several times.
 const SHORT_STEPS: u32 = 12;
 
-/// A training of so many steps with a checkpoint after every third.
+/// A training of this many steps with a checkpoint after every third.
 fn short_code_training(name: &str, folder: &Path, _: u32, _: u32) -> String {
     code_training_config(name, folder, SHORT_STEPS, 3)
 }

@@ -137,7 +137,7 @@ impl Decoder {
         self.hidden(walk, rows, &layout, false, &SharedGradient::default())
     }
 
-    /// The logits of so many tokens, of which a generation has two copies.
+    /// The logits of this many tokens, of which a generation has two copies.
     pub(in crate::plan) fn logits(&self, walk: &Walk, tokens: f64) -> [Shaped; 2] {
         let (vocabulary, width) = (f64::from(self.shapes.vocabulary), f64::from(self.shapes.width));
         let hidden = walk.tensor([tokens, 1.0, width, 1.0], false);
@@ -244,11 +244,8 @@ impl Decoder {
         let (vocabulary, width) = (f64::from(self.shapes.vocabulary), f64::from(self.shapes.width));
         let elements = vocabulary * width;
         let rows = hidden.elements() / width.max(1.0);
-        let [least, most] = CHUNK_TOKENS;
-        let chunk = (CHUNK_NUMBERS / vocabulary.max(1.0))
-            .floor()
-            .clamp(least, most)
-            .min(rows);
+        let [min, max] = CHUNK_TOKENS;
+        let chunk = (CHUNK_NUMBERS / vocabulary.max(1.0)).floor().clamp(min, max).min(rows);
         let is_dense = match &self.output {
             None => !self.tokens.is_streamed,
             Some(output) => output.unpacking == Unpacking::None,

@@ -29,7 +29,7 @@ impl RowOrder {
         }
     }
 
-    /// Computes so many rows of a step at a time. The rows of each step stay the same.
+    /// Computes this many rows of a step at a time. The rows of each step stay the same.
     pub fn set_batch(&mut self, rows: usize) {
         self.batch = rows.max(1);
     }

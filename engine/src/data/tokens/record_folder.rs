@@ -162,7 +162,7 @@ fn is_describing(path: &str) -> bool {
         || IMAGE_ENDINGS.iter().any(|ending| has_ending(&name, ending))
 }
 
-/// Whether one of the words is in a path, between characters that are no letters.
+/// Whether one of the words is in a path, between characters that are not letters.
 fn has_word(path: &str, words: &[&str]) -> bool {
     // The ending says nothing.
     let path = path.rsplit_once('.').map_or(path, |(path, _)| path);

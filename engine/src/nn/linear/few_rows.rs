@@ -2,7 +2,8 @@
 //! text computes one row for each text at a time, and is limited by the bytes of the weights.
 
 use super::stored_blocks::{
-    BLOCK, Bf16Blocks, CHUNK, Decoded, F16Blocks, GROUP, Int8Blocks, Q4KBlocks, Q6KBlocks, Q8Blocks, TILE, WeightBlocks,
+    BLOCK, Bf16Blocks, CHUNK, Decoded, F16Blocks, GROUP, Int8Blocks, NO_FACTORS, Q4KBlocks, Q6KBlocks, Q8Blocks, TILE,
+    WeightBlocks,
 };
 use crate::nn::cpu::{Kernel, Simd, run_vectorised};
 use crate::nn::transpose::transpose_slice;
@@ -194,7 +195,11 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
     for (group, x) in x.chunks(GROUP).enumerate() {
         let at = start + group * GROUP;
         let count = x.len() / BLOCK;
-        let factors: [_; N] = std::array::from_fn(|output| blocks.factors(first + output, at, count));
+        // Loops, because closures would be compiled without the instruction set.
+        let mut factors = [NO_FACTORS; N];
+        for (output, factors) in factors.iter_mut().enumerate() {
+            *factors = blocks.factors(first + output, at, count);
+        }
         if B::HAS_MIN {
             let sums = &sums[group * GROUP / BLOCK..][..count];
             for (minima, (_, factors)) in minima.iter_mut().zip(&factors) {
@@ -204,13 +209,14 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
             }
         }
         for block in 0..count {
-            let x: [_; BLOCK / 4] = std::array::from_fn(|i| match i < vectors {
+            let mut vectors_of_x = [S::splat(0.0); BLOCK / 4];
+            for (i, v) in vectors_of_x.iter_mut().take(vectors).enumerate() {
                 // SAFETY: the block is inside `x`, whose length is a multiple of a block's.
-                true => unsafe { S::load(x.as_ptr().add(block * BLOCK + i * S::LANES)) },
-                false => S::splat(0.0),
-            });
+                *v = unsafe { S::load(x.as_ptr().add(block * BLOCK + i * S::LANES)) };
+            }
+            let x = vectors_of_x;
             for output in 0..N {
-                let weights = blocks.load::<S>(first + output, at + block * BLOCK);
+                let weights = blocks.load::<S>(first + output, at + block * BLOCK, &factors[output]);
                 if B::HAS_SCALE {
                     let mut sum = S::mul(weights[0], x[0]);
                     for i in 1..vectors {
@@ -235,10 +241,14 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
             }
         }
     }
-    std::array::from_fn(|output| {
-        let minima: f32 = if B::HAS_MIN { minima[output].iter().sum() } else { 0.0 };
-        sum::<S>(S::add(even[output], odd[output])) - minima
-    })
+    let mut products = [0f32; N];
+    for output in 0..N {
+        products[output] = sum::<S>(S::add(even[output], odd[output]));
+        if B::HAS_MIN {
+            products[output] -= minima[output].iter().sum::<f32>();
+        }
+    }
+    products
 }
 
 /// The sum of the lanes.

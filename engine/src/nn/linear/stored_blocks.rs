@@ -1,7 +1,7 @@
 //! Blocks of 32 weights of a row in each stored form, as vectors.
 
 use crate::nn::cpu::Simd;
-use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_factors, q6_k_scale, q8_0_scale};
+use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_factors, q6_k_scales, q8_0_scale};
 
 /// Weights of a block.
 pub(super) const BLOCK: usize = 32;
@@ -23,26 +23,43 @@ pub(super) trait WeightBlocks: Copy {
     /// Whether each block has a minimum, which is subtracted.
     const HAS_MIN: bool;
 
-    /// The codes of the block that begins at this input. `S` has its vectors in the first `BLOCK / S::LANES` elements.
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS];
-    /// The scales and the minima of the first `count` blocks of the group that begins at this input.
-    fn factors(self, output: usize, input: usize, count: usize) -> ([f32; BLOCKS], [f32; BLOCKS]);
+    /// The codes of the block that begins at this input, whose group has these factors. `S` has its vectors in the first `BLOCK / S::LANES`
+    /// elements.
+    fn load<S: Simd>(self, output: usize, input: usize, factors: &Factors) -> [S::V; VECTORS];
+    /// The factors of the first `count` blocks of the group that begins at this input.
+    #[inline(always)]
+    fn factors(self, _output: usize, _input: usize, _count: usize) -> Factors {
+        NO_FACTORS
+    }
     /// The scale of a row.
-    fn row_scale(self, output: usize) -> f32;
-    /// A weight after the last whole block, without the row's scale.
-    fn number(self, output: usize, input: usize) -> f32;
+    #[inline(always)]
+    fn row_scale(self, _output: usize) -> f32 {
+        1.0
+    }
+    /// A weight after the last whole block, without the row's scale. Rows of blocks with factors have none.
+    #[inline(always)]
+    fn number(self, _output: usize, _input: usize) -> f32 {
+        0.0
+    }
 }
 
-/// The factors of formats whose blocks have none.
-const NO_FACTORS: ([f32; BLOCKS], [f32; BLOCKS]) = ([1.0; BLOCKS], [0.0; BLOCKS]);
+/// Two numbers for each block of a group: its scale and its minimum; of `q6_k`, the scales of its two halves.
+pub(super) type Factors = ([f32; BLOCKS], [f32; BLOCKS]);
 
-/// The vectors that `load` makes of the numbers from `index * S::LANES` on.
-#[inline(always)]
-fn vectors<S: Simd>(load: impl Fn(usize) -> S::V) -> [S::V; VECTORS] {
-    std::array::from_fn(|index| match index < BLOCK / S::LANES {
-        true => load(index * S::LANES),
-        false => S::splat(0.0),
-    })
+/// The factors of formats whose blocks have none.
+pub(super) const NO_FACTORS: Factors = ([1.0; BLOCKS], [0.0; BLOCKS]);
+
+/// The vectors of a block: the expression, for `at` the first of the numbers of each. A macro, because a closure would be compiled without the
+/// instruction set of its caller.
+macro_rules! vectors {
+    ($S:ident, $at:ident => $load:expr) => {{
+        let mut loaded = [$S::splat(0.0); VECTORS];
+        for (index, v) in loaded.iter_mut().take(BLOCK / $S::LANES).enumerate() {
+            let $at = index * $S::LANES;
+            *v = $load;
+        }
+        loaded
+    }};
 }
 
 /// Numbers in bfloat16.
@@ -58,18 +75,10 @@ impl WeightBlocks for Bf16Blocks<'_> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
         let block = &self.numbers[output * self.inputs + input..][..BLOCK];
         // SAFETY: the vectors of a block are inside it.
-        vectors::<S>(|at| unsafe { S::load_bf16(block.as_ptr().add(at)) })
-    }
-    #[inline(always)]
-    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
-        NO_FACTORS
-    }
-    #[inline(always)]
-    fn row_scale(self, _: usize) -> f32 {
-        1.0
+        vectors!(S, at => unsafe { S::load_bf16(block.as_ptr().add(at)) })
     }
     #[inline(always)]
     fn number(self, output: usize, input: usize) -> f32 {
@@ -91,18 +100,10 @@ impl WeightBlocks for F16Blocks<'_> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
         let block = &self.numbers[output * self.inputs + input..][..BLOCK];
         // SAFETY: the vectors of a block are inside it.
-        vectors::<S>(|at| unsafe { S::load_f16(block.as_ptr().add(at)) })
-    }
-    #[inline(always)]
-    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
-        NO_FACTORS
-    }
-    #[inline(always)]
-    fn row_scale(self, _: usize) -> f32 {
-        1.0
+        vectors!(S, at => unsafe { S::load_f16(block.as_ptr().add(at)) })
     }
     #[inline(always)]
     fn number(self, output: usize, input: usize) -> f32 {
@@ -125,14 +126,10 @@ impl WeightBlocks for Int8Blocks<'_> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
         let block = &self.codes[output * self.inputs + input..][..BLOCK];
         // SAFETY: the vectors of a block are inside it.
-        vectors::<S>(|at| S::sub(unsafe { S::load_u8(block.as_ptr().add(at)) }, S::splat(128.0)))
-    }
-    #[inline(always)]
-    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
-        NO_FACTORS
+        vectors!(S, at => S::sub(unsafe { S::load_u8(block.as_ptr().add(at)) }, S::splat(128.0)))
     }
     #[inline(always)]
     fn row_scale(self, output: usize) -> f32 {
@@ -158,28 +155,19 @@ impl WeightBlocks for Q8Blocks<'_> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
         let codes = &self.blocks[output * self.per_row + input / BLOCK][2..];
         // SAFETY: the vectors of a block are inside its 32 codes.
-        vectors::<S>(|at| unsafe { S::load_i8(codes.as_ptr().add(at)) })
+        vectors!(S, at => unsafe { S::load_i8(codes.as_ptr().add(at)) })
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, count: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+    fn factors(self, output: usize, input: usize, count: usize) -> Factors {
         let blocks = &self.blocks[output * self.per_row + input / BLOCK..][..count];
         let (mut scales, minima) = NO_FACTORS;
         for (scale, block) in scales.iter_mut().zip(blocks) {
             *scale = q8_0_scale(block);
         }
         (scales, minima)
-    }
-    #[inline(always)]
-    fn row_scale(self, _: usize) -> f32 {
-        1.0
-    }
-    #[inline(always)]
-    fn number(self, _: usize, _: usize) -> f32 {
-        // A row has whole blocks.
-        0.0
     }
 }
 
@@ -197,29 +185,20 @@ impl WeightBlocks for Q4KBlocks<'_> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
         let part = input % GROUP / BLOCK;
         let codes = &self.blocks[output * self.per_row + input / GROUP][16 + part / 2 * BLOCK..][..BLOCK];
         match part % 2 {
             // SAFETY: the vectors of a part are inside its 32 bytes.
-            0 => vectors::<S>(|at| unsafe { S::load_low(codes.as_ptr().add(at)) }),
+            0 => vectors!(S, at => unsafe { S::load_low(codes.as_ptr().add(at)) }),
             // SAFETY: as above.
-            _ => vectors::<S>(|at| unsafe { S::load_high(codes.as_ptr().add(at)) }),
+            _ => vectors!(S, at => unsafe { S::load_high(codes.as_ptr().add(at)) }),
         }
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+    fn factors(self, output: usize, input: usize, _: usize) -> Factors {
         let [scales, minima] = q4_k_factors(&self.blocks[output * self.per_row + input / GROUP]);
         (scales, minima)
-    }
-    #[inline(always)]
-    fn row_scale(self, _: usize) -> f32 {
-        1.0
-    }
-    #[inline(always)]
-    fn number(self, _: usize, _: usize) -> f32 {
-        // A row has whole blocks.
-        0.0
     }
 }
 
@@ -238,17 +217,14 @@ impl WeightBlocks for Q6KBlocks<'_> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, (first, second): &Factors) -> [S::V; VECTORS] {
         let block = &self.blocks[output * self.per_row + input / GROUP];
         // Two halves of four parts of 32 weights, as `StoredRows::read` reads them.
         let (which, part) = (input % GROUP / 128, input % 128 / BLOCK);
         let low = &block[64 * which + 32 * (part & 1)..][..BLOCK];
         let high = &block[128 + 32 * which..][..BLOCK];
-        let scales = [0, 1].map(|half| S::splat(q6_k_scale(block, 8 * which + 2 * part + half)));
-        // A loop, because a closure of this size is not inlined, and would lose the instruction set.
-        let mut numbers = [S::splat(0.0); VECTORS];
-        for (index, number) in numbers.iter_mut().take(BLOCK / S::LANES).enumerate() {
-            let at = index * S::LANES;
+        let scales = [S::splat(first[4 * which + part]), S::splat(second[4 * which + part])];
+        vectors!(S, at => {
             // SAFETY: the vectors of a part are inside its 32 bytes.
             let (low, high) = unsafe {
                 let low = low.as_ptr().add(at);
@@ -256,29 +232,24 @@ impl WeightBlocks for Q6KBlocks<'_> {
                 (low, S::load_pairs(high.as_ptr().add(at), 2 * part as u32))
             };
             let code = S::mul_add(high, S::splat(16.0), low);
-            *number = S::mul(S::sub(code, S::splat(32.0)), scales[at / 16]);
+            S::mul(S::sub(code, S::splat(32.0)), scales[at / 16])
+        })
+    }
+    #[inline(always)]
+    fn factors(self, output: usize, input: usize, _: usize) -> Factors {
+        let scales = q6_k_scales(&self.blocks[output * self.per_row + input / GROUP]);
+        let (mut first, mut second) = NO_FACTORS;
+        for (block, [a, b]) in scales.as_chunks().0.iter().enumerate() {
+            (first[block], second[block]) = (*a, *b);
         }
-        numbers
-    }
-    #[inline(always)]
-    fn factors(self, _: usize, _: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
-        NO_FACTORS
-    }
-    #[inline(always)]
-    fn row_scale(self, _: usize) -> f32 {
-        1.0
-    }
-    #[inline(always)]
-    fn number(self, _: usize, _: usize) -> f32 {
-        // A row has whole blocks.
-        0.0
+        (first, second)
     }
 }
 
 /// The codes and factors of a chunk of the rows of a tile: decoded once, and multiplied with many rows of inputs.
 pub(super) struct Decoded {
     codes: [[f32; CHUNK]; TILE],
-    factors: [[([f32; BLOCKS], [f32; BLOCKS]); CHUNK / GROUP]; TILE],
+    factors: [[Factors; CHUNK / GROUP]; TILE],
 }
 
 impl Decoded {
@@ -298,17 +269,19 @@ impl Decoded {
         slot: usize,
         [output, input, length]: [usize; 3],
     ) {
-        let codes = &mut self.codes[slot][..length];
-        for (index, to) in codes.chunks_exact_mut(BLOCK).enumerate() {
-            let loaded = blocks.load::<S>(output, input + index * BLOCK);
-            for (v, to) in loaded.into_iter().zip(to.chunks_exact_mut(S::LANES)) {
-                // SAFETY: `to` has as many elements as the vector.
-                unsafe { S::store(to.as_mut_ptr(), v) };
+        for group in 0..length.div_ceil(GROUP) {
+            let at = group * GROUP;
+            let count = BLOCKS.min((length - at) / BLOCK);
+            let factors = blocks.factors(output, input + at, count);
+            let codes = &mut self.codes[slot][at..at + count * BLOCK];
+            for (index, to) in codes.chunks_exact_mut(BLOCK).enumerate() {
+                let loaded = blocks.load::<S>(output, input + at + index * BLOCK, &factors);
+                for (v, to) in loaded.into_iter().zip(to.chunks_exact_mut(S::LANES)) {
+                    // SAFETY: `to` has as many elements as the vector.
+                    unsafe { S::store(to.as_mut_ptr(), v) };
+                }
             }
-        }
-        for (group, factors) in self.factors[slot].iter_mut().take(length.div_ceil(GROUP)).enumerate() {
-            let count = BLOCKS.min((length - group * GROUP) / BLOCK);
-            *factors = blocks.factors(output, input + group * GROUP, count);
+            self.factors[slot][group] = factors;
         }
     }
 
@@ -342,18 +315,14 @@ impl<B: WeightBlocks> WeightBlocks for DecodedBlocks<'_, B> {
 
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize) -> [S::V; VECTORS] {
+    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
         let block = &self.decoded.codes[output][input..][..BLOCK];
         // SAFETY: the vectors of a block are inside it.
-        vectors::<S>(|at| unsafe { S::load(block.as_ptr().add(at)) })
+        vectors!(S, at => unsafe { S::load(block.as_ptr().add(at)) })
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, _: usize) -> ([f32; BLOCKS], [f32; BLOCKS]) {
+    fn factors(self, output: usize, input: usize, _: usize) -> Factors {
         self.decoded.factors[output][input / GROUP]
-    }
-    #[inline(always)]
-    fn row_scale(self, _: usize) -> f32 {
-        1.0
     }
     #[inline(always)]
     fn number(self, output: usize, input: usize) -> f32 {

@@ -1,7 +1,7 @@
 //! What a config leaves to the machine: trainings of tiny models on devices with little memory.
 
 use super::memory_meter::tests_override;
-use super::tests::{
+use super::test_runs::{
     completed, config, files, logs, metric, model, run_spec, saved, sequences, spec_of, stop_at, write_lines,
 };
 use crate::testing::{gap, largest};
@@ -50,7 +50,7 @@ fn predicted(spec: &AttemptSpec, change: impl FnOnce(StepSize) -> StepSize) -> u
     planner.bytes(change(keys.smallest(memory.positions())))
 }
 
-/// The bytes for so many rows at a time.
+/// The bytes for this many rows at a time.
 fn of_rows(spec: &AttemptSpec, rows: u32) -> u64 {
     predicted(spec, |step| StepSize {
         rows,

@@ -162,8 +162,8 @@ fn sources(process: &LmTrainerProcess, cx: &Context<'_>) -> Result<Vec<DataSourc
         .as_ref()
         .and_then(|validation| validation.path.clone())
     {
-        let usual = LmDatasetConfig::default();
-        let first = process.datasets.first().unwrap_or(&usual);
+        let default = LmDatasetConfig::default();
+        let first = process.datasets.first().unwrap_or(&default);
         let dataset = LmDatasetConfig {
             path,
             text_column: first.text_column.clone(),

@@ -8,7 +8,7 @@ use crate::models::causal_lm::CausalLmConfig;
 use aitk_common::attempt::{ChildEvent, DeviceMemory};
 use aitk_common::job::lm_trainer::{LmTrainerProcess, MIN_FIM_CONTEXT};
 use aitk_common::plan::parameter_counts::ParameterCounts;
-use aitk_common::plan::training_fit::{AutoKeys, Correction, LEAST_PACKED_CONTEXT, TrainingChoice, TrainingFit};
+use aitk_common::plan::training_fit::{AutoKeys, Correction, MIN_PACKED_CONTEXT, TrainingChoice, TrainingFit};
 use aitk_common::plan::training_memory::{StepSize, TrainingMemory, new_model_counts};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -146,13 +146,13 @@ impl RunFit {
         context
     }
 
-    /// Shortens a context that was chosen to what the documents need, of which the longest has so many tokens. A run that resumes reads the same
+    /// Shortens a context that was chosen to what the documents need, of which the longest has this many tokens. A run that resumes reads the same
     /// documents: none of them is as long as the new context, and the cuts of fill-in-the-middle leave as many tokens free.
     pub(super) fn shorten_context(&mut self, longest: usize, cx: &mut Context<'_>) {
         if self.keys.context.is_some() || self.stored.is_some() {
             return;
         }
-        let needed = longest.saturating_add(FREE_TOKENS).max(LEAST_PACKED_CONTEXT as usize);
+        let needed = longest.saturating_add(FREE_TOKENS).max(MIN_PACKED_CONTEXT as usize);
         let needed = u32::try_from(needed).unwrap_or(u32::MAX);
         if needed < self.context {
             let message = format!("context: auto: {needed} tokens, because the longest document has {longest}");
@@ -227,7 +227,7 @@ impl RunFit {
         self.keys.checkpointed.unwrap_or(chosen)
     }
 
-    /// Corrects the choice once, by what the first step took, whose largest batch had so many rows and tokens in each. Returns whether it changed.
+    /// Corrects the choice once, by what the first step took, whose largest batch had this many rows and tokens in each. Returns whether it changed.
     pub(super) fn correct(&mut self, [rows, tokens]: [usize; 2], cx: &mut Context<'_>) -> bool {
         let Some(choice) = self
             .choice

@@ -88,7 +88,7 @@ impl ColumnRows {
         self.field(levels).map(Some)
     }
 
-    /// The values of the row that was read, which has so many levels.
+    /// The values of the row that was read, which has this many levels.
     fn field(&self, levels: usize) -> Result<Field, String> {
         let are_present =
             |expected: usize| expected == levels && self.definitions.iter().all(|level| *level == self.definition);
