@@ -8,8 +8,10 @@ mod values;
 
 pub use values::{MetadataValue, read_metadata};
 
+use crate::fsutil::regular;
 use std::collections::BTreeMap;
 use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 /// The first bytes of a file.
 pub const MAGIC: &[u8; 4] = b"GGUF";
@@ -27,6 +29,36 @@ const LIST_LIMIT: u64 = 8;
 const DEPTH_LIMIT: u32 = 4;
 /// The metadata key under which ComfyUI-GGUF stores the shape that a tensor had before it was reshaped to fit the blocks.
 const ORIGINAL_SHAPE: &str = "comfy.gguf.orig_shape.";
+
+/// The GGUF file that is the model at a path: the path itself, if it is a file, or the only GGUF file in a folder without `config.json`.
+#[must_use]
+pub fn model_file(path: &Path) -> Option<PathBuf> {
+    if path.is_file() {
+        return Some(path.to_path_buf());
+    }
+    if path.join("config.json").exists() {
+        return None;
+    }
+    let files = std::fs::read_dir(path).ok()?.flatten().map(|entry| entry.path());
+    let mut files = files.filter(|file| has_gguf_name(file));
+    let first = files.next()?;
+    files.next().is_none().then_some(first)
+}
+
+/// Whether a file is a GGUF file by its name or by its first bytes.
+#[must_use]
+pub fn is_gguf(file: &Path) -> bool {
+    let begins_as_gguf = || {
+        let mut first = [0; MAGIC.len()];
+        regular::open(file).is_ok_and(|(mut file, _)| file.read_exact(&mut first).is_ok() && first == *MAGIC)
+    };
+    has_gguf_name(file) || begins_as_gguf()
+}
+
+fn has_gguf_name(file: &Path) -> bool {
+    file.extension()
+        .is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
+}
 
 /// A tensor type: plain numbers, or blocks of quantised numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -58,6 +58,9 @@ impl ParameterCounts {
     /// parameters count as those of the denoiser. `None` when the path is none of these, or has no denoiser.
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
+        // A GGUF file alone in a folder, with a tokenizer beside it.
+        let sole_file = gguf::model_file(path).filter(|file| gguf::is_gguf(file));
+        let path = sole_file.as_deref().unwrap_or(path);
         let [denoiser, text, vae] = if is_language_model(path) {
             [parameters_below(path), Count::default(), Count::default()]
         } else if path.is_dir() {
@@ -427,5 +430,10 @@ mod tests {
         std::fs::create_dir(folder.path().join("unet")).unwrap();
         std::fs::copy(fixtures.join("unet_comfy.gguf"), folder.path().join("unet/a.gguf")).unwrap();
         assert_eq!(ParameterCounts::read(folder.path()).unwrap().denoiser, whole.denoiser);
+        // Alone in a folder, beside a tokenizer.
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();
+        std::fs::copy(fixtures.join("checkpoint.gguf"), folder.path().join("a.gguf")).unwrap();
+        assert_eq!(ParameterCounts::read(folder.path()), Some(whole));
     }
 }

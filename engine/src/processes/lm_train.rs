@@ -13,6 +13,9 @@ mod checkpoint;
 mod completions;
 mod data;
 mod fit;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod gguf_tests;
 mod memory_meter;
 pub(super) mod model_folder;
 mod prepare;

@@ -1,12 +1,15 @@
 //! The loss of language models: cross entropy over the vocabulary, in chunks of tokens.
 //!
 //! The logits of a batch have as many numbers as its tokens times the vocabulary: 1.6 GB for 8192 tokens of StarCoder2 in float32. Here they
-//! exist for some tokens at a time; the backward pass computes them again. torch: `cross_entropy(hidden @ weight.T, targets)`.
+//! exist for some tokens at a time. On a CPU the forward pass computes the gradients too, while the logits are there, as Liger Kernel does
+//! (P. Hsu and others, arXiv:2410.10989); on other devices the backward pass computes the logits again. torch:
+//! `cross_entropy(hidden @ weight.T, targets)`.
 
 use crate::autograd::{Input, Operation, apply};
 use crate::nn::cpu::{self, Function, Mat, MatMut, Simd, map_serial};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
 
 /// Numbers of the logits that exist at a time: 64 MiB of float32. The planner counts them (`plan/language_model.rs` of aitk-common).
 const CHUNK_NUMBERS: usize = 16 << 20;
@@ -45,6 +48,8 @@ pub fn token_loss(
         positions: positions.to_vec(),
         targets: targets.to_vec(),
         factor,
+        is_tracked: [hidden.track_op(), weight.track_op()],
+        computed: Mutex::new(None),
     };
     apply([&hidden.reshape((rows, width))?, weight], operation)
 }
@@ -53,7 +58,14 @@ struct TokenLoss {
     positions: Vec<u32>,
     targets: Vec<u32>,
     factor: f64,
+    /// Which inputs get a gradient.
+    is_tracked: [bool; 2],
+    /// The gradients that the forward pass computed, for the first backward pass.
+    computed: Mutex<Option<Gradients>>,
 }
+
+/// The gradients of both inputs, where they are needed.
+type Gradients = [Option<Vec<f32>>; 2];
 
 /// The number of tokens of a chunk.
 fn chunk_tokens(vocabulary: usize) -> usize {
@@ -98,6 +110,69 @@ impl TokenLoss {
         }
         Ok(())
     }
+
+    /// The loss, and its gradients where they are `needed`, for the states `hidden` and the output layer `weight`.
+    fn compute(
+        &self,
+        hidden: &[f32],
+        weight: &[f32],
+        weight_shape: &Shape,
+        needed: [bool; 2],
+    ) -> Result<(f64, Gradients)> {
+        let (vocabulary, width) = weight_shape.dims2()?;
+        let scale = self.factor as f32;
+        let (mut sum, mut products) = (0f64, Vec::new());
+        let zeros = |is_needed: bool, count: usize| is_needed.then(|| vec![0f32; count]);
+        let mut hidden_gradient = zeros(needed[0], hidden.len());
+        let mut weight_gradient = zeros(needed[1], weight.len());
+        self.for_each_chunk(hidden, weight, width, |states, logits, positions, targets| {
+            let rows = logits.par_chunks_exact_mut(vocabulary).zip(targets);
+            let losses: Vec<f64> = rows
+                .map(|(logits, target)| {
+                    let logit = f64::from(logits[*target as usize]);
+                    let (largest, sum) = exponentials(logits);
+                    if needed != [false; 2] {
+                        // In place: the gradients of the logits.
+                        let factor = (self.factor / sum) as f32;
+                        logits.iter_mut().for_each(|logit| *logit *= factor);
+                        logits[*target as usize] -= scale;
+                    }
+                    largest + sum.ln() - logit
+                })
+                .collect();
+            // In the order of the tokens, whatever the number of threads.
+            sum += losses.into_iter().sum::<f64>();
+            let tokens = positions.len();
+            if let Some(out) = &mut hidden_gradient {
+                products.resize(tokens * width, 0.0);
+                cpu::gemm(
+                    MatMut::new(&mut products, tokens, width),
+                    Mat::new(logits, tokens, vocabulary),
+                    Mat::new(weight, vocabulary, width),
+                    1.0,
+                    0.0,
+                    cpu::threads(),
+                )?;
+                for (product, position) in products.chunks_exact(width).zip(positions) {
+                    let at = *position as usize * width;
+                    let row = out[at..at + width].iter_mut().zip(product);
+                    row.for_each(|(sum, value)| *sum += value);
+                }
+            }
+            if let Some(out) = &mut weight_gradient {
+                cpu::gemm(
+                    MatMut::new(out, vocabulary, width),
+                    Mat::new(logits, tokens, vocabulary).t(),
+                    Mat::new(states, tokens, width),
+                    1.0,
+                    1.0,
+                    cpu::threads(),
+                )?;
+            }
+            Ok(())
+        })?;
+        Ok((sum * self.factor, [hidden_gradient, weight_gradient]))
+    }
 }
 
 /// `e^(x - largest)`.
@@ -113,13 +188,40 @@ impl Function<1> for Exponential {
     }
 }
 
+/// Sums, and largest numbers, of every eighth number: the compiler makes vectors of them.
+const LANES: usize = 8;
+
+/// The largest number; those that are not a number are left out.
+fn largest_of(numbers: &[f32]) -> f32 {
+    let (lanes, rest) = numbers.as_chunks::<LANES>();
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    for numbers in lanes {
+        for (largest, number) in largest.iter_mut().zip(numbers) {
+            *largest = if *number > *largest { *number } else { *largest };
+        }
+    }
+    largest.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+fn sum_of(numbers: &[f32]) -> f64 {
+    let (lanes, rest) = numbers.as_chunks::<LANES>();
+    let mut sums = [0f64; LANES];
+    for numbers in lanes {
+        for (sum, number) in sums.iter_mut().zip(numbers) {
+            *sum += f64::from(*number);
+        }
+    }
+    sums.iter().sum::<f64>() + rest.iter().map(|number| f64::from(*number)).sum::<f64>()
+}
+
 /// Replaces a token's logits by `e^(x - largest)`. Returns the largest logit and the sum of the exponentials, whose logarithms add up to that of
 /// the sum of `e^x`. Not a number, if a logit is none or no logit is finite.
 fn exponentials(logits: &mut [f32]) -> (f64, f64) {
     /// Numbers that are copied at a time, because a function does not work in place.
     const BLOCK: usize = 1024;
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if !largest.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
+    let largest = largest_of(logits);
+    // A sum is not a number if one of its terms is none; infinite terms are found by the largest.
+    if !largest.is_finite() || sum_of(logits).is_nan() {
         logits.fill(f32::NAN);
         return (f64::NAN, f64::NAN);
     }
@@ -129,7 +231,7 @@ fn exponentials(logits: &mut [f32]) -> (f64, f64) {
         let block = &mut block[..logits.len()];
         block.copy_from_slice(logits);
         map_serial(Exponential { largest }, [&*block], logits);
-        sum += logits.iter().map(|exponential| f64::from(*exponential)).sum::<f64>();
+        sum += sum_of(logits);
     }
     (f64::from(largest), sum)
 }
@@ -142,77 +244,33 @@ impl Operation<2> for TokenLoss {
     }
 
     fn forward(&self, [hidden, weight]: [&[f32]; 2], [_, weight_shape]: [&Shape; 2]) -> Result<(Vec<f32>, Shape)> {
-        let (vocabulary, width) = weight_shape.dims2()?;
-        let mut sum = 0f64;
-        self.for_each_chunk(hidden, weight, width, |_, logits, _, targets| {
-            let losses: Vec<f64> = logits
-                .par_chunks_exact_mut(vocabulary)
-                .zip(targets)
-                .map(|(logits, target)| {
-                    let logit = f64::from(logits[*target as usize]);
-                    let (largest, sum) = exponentials(logits);
-                    largest + sum.ln() - logit
-                })
-                .collect();
-            // In the order of the tokens, whatever the number of threads.
-            sum += losses.into_iter().sum::<f64>();
-            Ok(())
-        })?;
-        Ok((vec![(sum * self.factor) as f32], Shape::from(())))
+        let (loss, gradients) = self.compute(hidden, weight, weight_shape, self.is_tracked)?;
+        if self.is_tracked.contains(&true) {
+            *self.computed.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradients);
+        }
+        Ok((vec![loss as f32], Shape::from(())))
     }
 
     fn backward(&self, [hidden, weight]: [&Input; 2], gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
-        let (vocabulary, width) = weight.shape().dims2()?;
-        let scale = (f64::from(gradient.to_scalar::<f32>()?) * self.factor) as f32;
-        let mut hidden_gradient = hidden.requires_grad().then(|| vec![0f32; hidden.shape().elem_count()]);
-        let mut weight_gradient = weight.requires_grad().then(|| vec![0f32; vocabulary * width]);
-        hidden.with(|states| {
-            weight.with(|weights| {
-                let mut products = Vec::new();
-                self.for_each_chunk(states, weights, width, |states, logits, positions, targets| {
-                    let tokens = positions.len();
-                    // In place: the gradients of the logits.
-                    let rows = logits.par_chunks_exact_mut(vocabulary).zip(targets);
-                    rows.for_each(|(logits, target)| {
-                        let (_, sum) = exponentials(logits);
-                        let factor = (f64::from(scale) / sum) as f32;
-                        logits.iter_mut().for_each(|logit| *logit *= factor);
-                        logits[*target as usize] -= scale;
-                    });
-                    if let Some(out) = &mut hidden_gradient {
-                        products.resize(tokens * width, 0.0);
-                        cpu::gemm(
-                            MatMut::new(&mut products, tokens, width),
-                            Mat::new(logits, tokens, vocabulary),
-                            Mat::new(weights, vocabulary, width),
-                            1.0,
-                            0.0,
-                            cpu::threads(),
-                        )?;
-                        for (product, position) in products.chunks_exact(width).zip(positions) {
-                            let at = *position as usize * width;
-                            let row = out[at..at + width].iter_mut().zip(product);
-                            row.for_each(|(sum, value)| *sum += value);
-                        }
-                    }
-                    if let Some(out) = &mut weight_gradient {
-                        cpu::gemm(
-                            MatMut::new(out, vocabulary, width),
-                            Mat::new(logits, tokens, vocabulary).t(),
-                            Mat::new(states, tokens, width),
-                            1.0,
-                            1.0,
-                            cpu::threads(),
-                        )?;
-                    }
-                    Ok(())
-                })
-            })?
-        })??;
+        let scale = gradient.to_scalar::<f32>()?;
+        let computed = self.computed.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let [hidden_gradient, weight_gradient] = match computed {
+            Some(gradients) => gradients,
+            // A second backward pass over candle's graph.
+            None => {
+                let needed = [hidden.requires_grad(), weight.requires_grad()];
+                let computed = hidden
+                    .with(|states| weight.with(|numbers| self.compute(states, numbers, weight.shape(), needed)))???;
+                computed.1
+            }
+        };
         let tensor = |numbers: Option<Vec<f32>>, shape: &Shape| {
-            numbers
-                .map(|numbers| Tensor::from_vec(numbers, shape, &Device::Cpu))
-                .transpose()
+            let Some(mut numbers) = numbers else { return Ok(None) };
+            if scale != 1.0 {
+                let numbers = numbers.par_iter_mut().with_min_len(1 << 14);
+                numbers.for_each(|number| *number *= scale);
+            }
+            Tensor::from_vec(numbers, shape, &Device::Cpu).map(Some)
         };
         Ok([
             tensor(hidden_gradient, hidden.shape())?,

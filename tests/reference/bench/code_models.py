@@ -5,7 +5,8 @@
 
 Both sides read the same folder: StarCoder2's shape with random weights in bfloat16, its vocabulary of 49,152 tokens, and a tokenizer of bytes.
 They run in turns, each measurement in a process of its own; the table has the median and the range. Decoding is the time of all tokens after the
-first, prefill the time of a prompt of 512 tokens, a training step is the median over the steps of a run.
+first, prefill the time of a prompt of 512 tokens after another one, a training step is the median over the steps of a run but the first two, in which
+memory is taken from the system. `--compile` runs transformers under torch.compile too.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def make_model(folder, size):
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = symbols + [f"<{index}>" for index in range(len(symbols), VOCABULARY)]
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -58,30 +59,36 @@ def run_aitk(program, process, job="generate"):
         return done.stdout + done.stderr, metrics.read_text() if metrics.exists() else ""
 
 
-def aitk_seconds(program, folder, dtype, prompt, tokens):
+def aitk_seconds(program, folder, dtype, prompt, tokens, prompts=1):
     model = {"name_or_path": str(folder), "dtype": dtype}
     log, _ = run_aitk(program, {
-        "type": "lm_generate", "model": model, "generate": {"prompts": ["x" * prompt], "max_new_tokens": tokens, "stream": False, "temperature": 0}})
+        "type": "lm_generate", "model": model, "generate": {"prompts": ["x" * prompt] * prompts, "max_new_tokens": tokens, "stream": False, "temperature": 0}})
     found = re.search(r"(\d+) tokens in ([\d.]+) s", log)
     if not found:
         raise SystemExit(f"no time in the output of aitk:\n{log}")
     return float(found[2])
 
 
-def aitk_step(program, folder, whole, steps):
+def aitk_step(program, folder, whole, checkpointed, steps):
     process = {
         "type": "lm_trainer", "model": {"name_or_path": str(folder), "dtype": "float32"}, "context": PROMPT, "packing": False,
         "datasets": [{"path": str(folder / "text.jsonl")}],
-        "train": {"steps": steps, "lr": 1e-5, "batch_size": 2, "optimizer": "adamw"}, "save": {"save_every": 1000}}
+        "train": {"steps": steps, "lr": 1e-5, "batch_size": 2, "optimizer": "adamw", "gradient_checkpointing": checkpointed},
+        "save": {"save_every": 1000}}
     if not whole:
         process["network"] = {"type": "lora", "linear": 16, "linear_alpha": 16}
     _, metrics = run_aitk(program, process, "extension")
     rates = [json.loads(line).get("tokens_per_second") for line in metrics.splitlines()]
-    rates = [rate for rate in rates if rate][1:]
+    rates = [rate for rate in rates if rate][2:]
     return 2 * PROMPT / statistics.median(rates)
 
 
 # What each child process of this script measures; it prints the seconds.
+def compiled(model):
+    import torch
+    return torch.compile(model) if os.environ.get("COMPILE") else model
+
+
 def torch_decode(folder, dtype, tokens):
     import time
 
@@ -104,7 +111,7 @@ def torch_prefill(folder, dtype, _):
 
     import torch
     from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = compiled(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval())
     ids = torch.full((1, PROMPT), 87)
     times = []
     for _ in range(4):
@@ -121,20 +128,23 @@ def torch_step(folder, kind, steps):
     import torch
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if kind == "lora":
+    if kind.startswith("lora"):
         from peft import LoraConfig, get_peft_model
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"))
     model.train()
+    if kind.endswith("checkpointed"):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-    ids, times = torch.full((2, PROMPT), 87), []
+    forward, ids, times = compiled(model), torch.full((2, PROMPT), 87), []
     for _ in range(steps):
         start = time.perf_counter()
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        forward(ids, labels=ids, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median(times[2:])
 
 
 def llama_decode(gguf, _, tokens):
@@ -157,9 +167,10 @@ def llama_decode(gguf, _, tokens):
 CHILDREN = {f.__name__: f for f in (torch_decode, torch_prefill, torch_step, llama_decode)}
 
 
-def child(name, *arguments):
+def child(name, *arguments, compiles=False):
     command = [sys.executable, __file__, "--child", name, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "COMPILE": "1"} if compiles else os.environ
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr}")
     return float(done.stdout.splitlines()[-1])
@@ -171,7 +182,8 @@ def main():
     parser.add_argument("--only", choices=["decode", "prefill", "train"])
     parser.add_argument("--formats", default="float32,bfloat16", help="dtypes for decoding")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="measure prefill and training steps of transformers under torch.compile too")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the model is kept; by default a temporary folder")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="a GGUF file to decode with, beside llama-cpp-python")
@@ -198,6 +210,12 @@ def measure(arguments, folder):
 
     def decode(model, dtype):
         return (aitk_seconds(aitk, model, dtype, 8, tokens) - aitk_seconds(aitk, model, dtype, 8, 1)) / (tokens - 1)
+    def prefill(dtype):
+        return (aitk_seconds(aitk, folder, dtype, PROMPT, 1, 5) - aitk_seconds(aitk, folder, dtype, PROMPT, 1)) / 4
+
+    def both(name, *what):
+        compiles = [True] if arguments.compile else []
+        return {f"transformers{', compiled' if c else ''}": lambda c=c: child(name, *what, compiles=c) for c in [False, *compiles]}
     works = {}
     if arguments.only in (None, "decode"):
         for dtype in arguments.formats.split(","):
@@ -211,13 +229,12 @@ def measure(arguments, folder):
     if arguments.only in (None, "prefill"):
         for dtype in ("float32", "bfloat16"):
             works[f"prefill {PROMPT} tokens, {dtype}"] = {
-                "aitk": lambda dtype=dtype: aitk_seconds(aitk, folder, dtype, PROMPT, 1),
-                "transformers": lambda dtype=dtype: child("torch_prefill", folder, dtype, 0)}
+                "aitk": lambda dtype=dtype: prefill(dtype), **both("torch_prefill", folder, dtype, 0)}
     if arguments.only in (None, "train"):
-        for kind in ("lora", "whole"):
+        for kind in ("lora", "lora, checkpointed", "whole"):
             works[f"training step, {kind}, 2x{PROMPT} tokens, float32"] = {
-                "aitk": lambda kind=kind: aitk_step(aitk, folder, kind == "whole", arguments.steps),
-                "transformers": lambda kind=kind: child("torch_step", folder, kind, arguments.steps)}
+                "aitk": lambda kind=kind: aitk_step(aitk, folder, kind == "whole", kind.endswith("checkpointed"), arguments.steps),
+                **both("torch_step", folder, kind, arguments.steps)}
     print(f"StarCoder2's shape, {arguments.size}, {os.cpu_count()} cores; seconds: median (range) of {arguments.repeat}")
     print("| work | aitk | other | other by aitk |\n|---|---|---|---|")
     for work, sides in works.items():

@@ -6,9 +6,10 @@ use crate::job::schema::{PresentKeys, ReadContext, SupportReport, join};
 use crate::plan::qtype::QType;
 
 section! {
-    /// A code model: a folder as Hugging Face has it.
+    /// A code model: a folder as Hugging Face has it, or a GGUF file.
     pub struct LmTrainerModelConfig("model") {
-        /// The folder of the model: `config.json`, `*.safetensors` and, for texts, `tokenizer.json`; or `ORG/NAME` on Hugging Face.
+        /// The folder of the model: `config.json`, `*.safetensors` and, for texts, `tokenizer.json`; or `ORG/NAME` on Hugging Face; or, under
+        /// a LoRA, a `.gguf` file, whose bits it keeps.
         name_or_path [required]: String = String::new(), Works, input LanguageModel;
         /// Train a new model: its sizes are those of `config.json` in the folder, its weights are drawn from the seed as transformers draws
         /// them (`initializer_range`), and weights in the folder are not read.

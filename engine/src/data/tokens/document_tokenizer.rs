@@ -1,7 +1,7 @@
-//! Texts to tokens of documents, with the tokenizer of a model's folder.
+//! Texts to tokens of documents, with the tokenizer of a model.
 
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::{FimTokens, TextTokenizer};
+use crate::models::causal_lm::{FimTokens, TextTokenizer, is_gguf_model, open_tokenizer};
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::Value;
@@ -35,20 +35,23 @@ pub struct DocumentTokenizer {
 }
 
 impl DocumentTokenizer {
-    /// Whether a model's folder has a tokenizer.
-    #[must_use]
-    pub fn exists(folder: &Path) -> bool {
-        folder.join("tokenizer.json").is_file()
-    }
-
-    /// Opens the tokenizer of a model with `vocabulary` tokens.
+    /// Opens the tokenizer of a model with `vocabulary` tokens. `model`: its folder, or its GGUF file. `None`: the folder has none.
     ///
     /// # Errors
-    /// When it is missing or damaged, or has tokens that the model does not have.
-    pub fn open(folder: &Path, vocabulary: usize) -> Result<Self> {
-        let base = TextTokenizer::open(folder, vocabulary)?;
-        let end = end_token(folder, base.inner().0)?;
-        Ok(Self { base, end })
+    /// When it is damaged, has tokens that the model does not have, or is of a kind in a GGUF file that is not supported.
+    pub fn open(model: &Path, vocabulary: usize) -> Result<Option<Self>> {
+        if is_gguf_model(model) {
+            let (config, base) = open_tokenizer(model)?;
+            let end = config.eos_token_ids.first().copied();
+            let end = end.filter(|id| base.inner().0.id_to_token(*id).is_some());
+            return Ok(Some(Self { base, end }));
+        }
+        if !model.join("tokenizer.json").is_file() {
+            return Ok(None);
+        }
+        let base = TextTokenizer::open(model, vocabulary)?;
+        let end = end_token(model, base.inner().0)?;
+        Ok(Some(Self { base, end }))
     }
 
     /// The token that ends a document. `None`: the model has none.

@@ -31,7 +31,7 @@ fn tokenizer(folder: &Path) -> DocumentTokenizer {
         json!({"eos_token": "<|endoftext|>"}).to_string(),
     )
     .unwrap();
-    DocumentTokenizer::open(folder, 264).unwrap()
+    DocumentTokenizer::open(folder, 264).unwrap().unwrap()
 }
 
 fn options<'a>(folder: &'a Path, tokenizer: Option<&'a DocumentTokenizer>, context: usize) -> ReadOptions<'a> {

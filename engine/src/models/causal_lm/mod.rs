@@ -1,4 +1,4 @@
-//! CausalLm-only language models from Hugging Face folders and GGUF files: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
+//! Decoder-only language models from Hugging Face folders and GGUF files: StarCoder (GPTBigCode), StarCoder2, Qwen2 and Llama.
 //!
 //! The four families share their blocks (a norm, attention, a norm, a feed-forward network); [`CausalLmConfig`] says which form each
 //! part has. Names of tensors are those of transformers, so that a folder can be read and written without renaming.
@@ -31,6 +31,6 @@ pub use cache::KeyValueCache;
 pub use config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
 pub use gguf::GgufExport;
 pub use model::{CausalLm, CausalLmOptions};
-pub use model_path::open_tokenizer;
+pub use model_path::{is_gguf_model, open_tokenizer, read_config};
 pub use tokenizer::{FimTokens, TextTokenizer};
 pub use train_tokenizer::{END_TOKEN, train_tokenizer};

@@ -1,10 +1,28 @@
-//! Opens what a path of a language model has, a Hugging Face folder or a GGUF file.
+//! Opens what a path of a language model has, a Hugging Face folder or a GGUF file. The weights are not read.
 
 use super::config::CausalLmConfig;
-use super::gguf::{GgufModel, model_file};
+use super::gguf::GgufModel;
 use super::tokenizer::TextTokenizer;
 use crate::error::{EngineError, Result};
+use aitk_common::gguf::{is_gguf, model_file};
 use std::path::Path;
+
+/// Whether a path of a language model is a GGUF file, or a folder with one alone.
+#[must_use]
+pub fn is_gguf_model(path: &Path) -> bool {
+    model_file(path).is_some_and(|file| is_gguf(&file))
+}
+
+/// The config of a language model. `path`: a folder, or a GGUF file.
+///
+/// # Errors
+/// When there is no such model, or it is not supported.
+pub fn read_config(path: &Path) -> Result<CausalLmConfig> {
+    match model_file(path) {
+        Some(file) => Ok(GgufModel::open(&file)?.config),
+        None => CausalLmConfig::read(path),
+    }
+}
 
 /// The config and the tokenizer of a language model. `path`: a folder, or a GGUF file.
 ///

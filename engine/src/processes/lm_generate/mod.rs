@@ -181,7 +181,7 @@ fn generate_remaining(
     let rate = tokens as f64 / seconds.max(1e-9);
     cx.log(
         "info",
-        format!("{tokens} tokens in {seconds:.1} s ({rate:.1} tokens/s)"),
+        format!("{tokens} tokens in {seconds:.2} s ({rate:.1} tokens/s)"),
     );
     Ok(is_complete)
 }

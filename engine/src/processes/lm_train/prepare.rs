@@ -12,7 +12,7 @@ use crate::data::tokens::DocumentTokenizer;
 use crate::device::allocator::FreedMemory;
 use crate::device::{self, Compute};
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::{CausalLm, CausalLmConfig, CausalLmOptions, PositionKind};
+use crate::models::causal_lm::{CausalLm, CausalLmConfig, CausalLmOptions, PositionKind, is_gguf_model, read_config};
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::capability::DeviceKind;
 use aitk_common::fsutil;
@@ -21,7 +21,7 @@ use aitk_common::job::limits::MAX_CONTEXT;
 use aitk_common::job::lm_trainer::LmTrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 impl<'a> Run<'a> {
@@ -47,7 +47,7 @@ impl<'a> Run<'a> {
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // The data is read first, so that errors in it are reported before the weights are loaded.
-        let (model_folder, config, tokenizer) = open_tokenizer(process, cx)?;
+        let (model_folder, config, tokenizer) = open_model(process, cx)?;
         let temporary = folder.path.join(".aitk");
         fsutil::create_dir_all(&temporary)?;
         let stored = resumed_choice(cx.spec, &folder);
@@ -133,6 +133,7 @@ const CHECK_TIME: Duration = Duration::from_secs(10);
 /// The error with which the run would end before its first step.
 pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) -> Result<()> {
     let folder = cx.local_path(&process.model.name_or_path)?;
+    check_gguf(process, &folder)?;
     if process.model.from_config {
         CausalLmConfig::read_new(&folder)?;
     } else {
@@ -148,7 +149,7 @@ pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) 
             TrainedParameters::check_network(network, &mut model)?;
         }
     }
-    let (model_folder, config, tokenizer) = open_tokenizer(process, cx)?;
+    let (model_folder, config, tokenizer) = open_model(process, cx)?;
     let seed = process
         .training_seed
         .and_then(|seed| u64::try_from(seed).ok())
@@ -173,18 +174,16 @@ pub(in super::super) fn check(process: &LmTrainerProcess, cx: &mut Context<'_>) 
     }
 }
 
-/// The folder and config of the model, and its tokenizer, if it has one.
-fn open_tokenizer(
+/// The path and config of the model, and its tokenizer, if it has one. The weights are not read.
+fn open_model(
     process: &LmTrainerProcess,
     cx: &mut Context<'_>,
 ) -> Result<(PathBuf, CausalLmConfig, Option<DocumentTokenizer>)> {
     let model_folder = cx.local_path(&process.model.name_or_path)?;
-    let config = CausalLmConfig::read(&model_folder)?;
+    check_gguf(process, &model_folder)?;
+    let config = read_config(&model_folder)?;
     check_context(process, &config, cx)?;
-    let tokenizer = match DocumentTokenizer::exists(&model_folder) {
-        true => Some(DocumentTokenizer::open(&model_folder, config.vocab_size)?),
-        false => None,
-    };
+    let tokenizer = DocumentTokenizer::open(&model_folder, config.vocab_size)?;
     if tokenizer.is_none() && !process.sample.prompts.is_empty() {
         return Err(EngineError::bad_input(format!(
             "sample.prompts: {} has no tokenizer.json, which prompts need: copy it from the model's repository, or remove the prompts",
@@ -192,6 +191,26 @@ fn open_tokenizer(
         )));
     }
     Ok((model_folder, config, tokenizer))
+}
+
+/// Checks that a model in a GGUF file is the frozen base of a LoRA, with the bits of the file.
+fn check_gguf(process: &LmTrainerProcess, model: &Path) -> Result<()> {
+    if !is_gguf_model(model) {
+        return Ok(());
+    }
+    let found = if process.model.from_config {
+        "model.from_config: a new model is made from a folder with config.json"
+    } else if process.network.is_none() {
+        "network: only a LoRA can be trained on a GGUF file: add a `network` section, or give the folder of the model that the file was made of"
+    } else if process.model.quantize {
+        "model.quantize: the layers of a GGUF file keep its bits: remove this key, or give the folder of the model that the file was made of"
+    } else {
+        return Ok(());
+    };
+    Err(EngineError::bad_input(format!(
+        "{found} ({} is a GGUF file)",
+        model.display()
+    )))
 }
 
 /// Checks that the model has this many positions.

@@ -23,23 +23,6 @@ pub(in super::super) struct GgufModel {
     pub(in super::super) index: Index,
 }
 
-/// The GGUF file of a model: the path itself, if it is a file, or the only one in a folder without `config.json`.
-pub(in super::super) fn model_file(path: &Path) -> Option<PathBuf> {
-    if path.is_file() {
-        return Some(path.to_path_buf());
-    }
-    if path.join("config.json").exists() {
-        return None;
-    }
-    let files = std::fs::read_dir(path).ok()?.flatten().map(|entry| entry.path());
-    let mut files = files.filter(|file| {
-        file.extension()
-            .is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
-    });
-    let first = files.next()?;
-    files.next().is_none().then_some(first)
-}
-
 impl GgufModel {
     /// Opens the model in a file.
     ///

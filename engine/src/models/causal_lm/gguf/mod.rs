@@ -9,7 +9,7 @@ mod tokenizer_export;
 mod tokenizer_import;
 
 pub use export::GgufExport;
-pub(super) use import::{GgufModel, model_file};
+pub(super) use import::GgufModel;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
