@@ -30,11 +30,12 @@ const DEPTH_LIMIT: u32 = 4;
 /// The metadata key under which ComfyUI-GGUF stores the shape that a tensor had before it was reshaped to fit the blocks.
 const ORIGINAL_SHAPE: &str = "comfy.gguf.orig_shape.";
 
-/// The GGUF file that is the model at a path: the path itself, if it is a file, or the only GGUF file in a folder without `config.json`.
+/// The GGUF file of the model at a path: the path itself, or the only GGUF file in a folder without `config.json`. `None`: the path is another
+/// file, or a folder in which there is no such file.
 #[must_use]
 pub fn model_file(path: &Path) -> Option<PathBuf> {
     if path.is_file() {
-        return Some(path.to_path_buf());
+        return is_gguf(path).then(|| path.to_path_buf());
     }
     if path.join("config.json").exists() {
         return None;
@@ -46,8 +47,7 @@ pub fn model_file(path: &Path) -> Option<PathBuf> {
 }
 
 /// Whether a file is a GGUF file by its name or by its first bytes.
-#[must_use]
-pub fn is_gguf(file: &Path) -> bool {
+fn is_gguf(file: &Path) -> bool {
     let begins_as_gguf = || {
         let mut first = [0; MAGIC.len()];
         regular::open(file).is_ok_and(|(mut file, _)| file.read_exact(&mut first).is_ok() && first == *MAGIC)

@@ -59,7 +59,7 @@ impl ParameterCounts {
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
         // A GGUF file alone in a folder, with a tokenizer beside it.
-        let sole_file = gguf::model_file(path).filter(|file| gguf::is_gguf(file));
+        let sole_file = gguf::model_file(path);
         let path = sole_file.as_deref().unwrap_or(path);
         let [denoiser, text, vae] = if is_language_model(path) {
             [parameters_below(path), Count::default(), Count::default()]

@@ -415,6 +415,22 @@ mod tests {
         check(1_100_000, "chunked");
     }
 
+    /// A factor behind the loss reaches the gradients, and candle's graph, over which a backward pass can run twice, gives those of a recording.
+    #[test]
+    fn gradients_follow_the_gradient_of_the_loss() {
+        let (hidden, weight) = (variable("hidden", &[1, 6, 8]), variable("weight", &[20, 8]));
+        let loss = || token_loss(hidden.as_tensor(), weight.as_tensor(), (&[0, 2, 3], &[5, 19, 0]), 0.5);
+        let (_, plain) = gradients(loss).unwrap();
+        let scaled = loss().unwrap().affine(-3.0, 1.0).unwrap();
+        for pass in 0..2 {
+            let found = scaled.backward().unwrap();
+            for input in [hidden.as_tensor(), weight.as_tensor()] {
+                let expected = plain.get(input).unwrap().affine(-3.0, 0.0).unwrap();
+                assert!(relative(found.get(input).unwrap(), &expected) < 1e-6, "pass {pass}");
+            }
+        }
+    }
+
     #[test]
     fn without_tokens_the_loss_is_zero_and_wrong_targets_are_refused() {
         let (hidden, weight) = (variable("hidden", &[1, 3, 8]), variable("weight", &[5, 8]));
@@ -437,6 +453,7 @@ mod tests {
 
     in_portable_mode!(
         loss_and_gradients_are_those_of_torch,
+        gradients_follow_the_gradient_of_the_loss,
         without_tokens_the_loss_is_zero_and_wrong_targets_are_refused,
     );
 }

@@ -60,9 +60,9 @@ def run_aitk(program, process, job="generate"):
 
 
 def aitk_seconds(program, folder, dtype, prompt, tokens, prompts=1):
-    model = {"name_or_path": str(folder), "dtype": dtype}
+    generate = {"prompts": ["x" * prompt] * prompts, "max_new_tokens": tokens, "stream": False, "temperature": 0}
     log, _ = run_aitk(program, {
-        "type": "lm_generate", "model": model, "generate": {"prompts": ["x" * prompt] * prompts, "max_new_tokens": tokens, "stream": False, "temperature": 0}})
+        "type": "lm_generate", "model": {"name_or_path": str(folder), "dtype": dtype}, "generate": generate})
     found = re.search(r"(\d+) tokens in ([\d.]+) s", log)
     if not found:
         raise SystemExit(f"no time in the output of aitk:\n{log}")
@@ -83,12 +83,12 @@ def aitk_step(program, folder, whole, checkpointed, steps):
     return 2 * PROMPT / statistics.median(rates)
 
 
-# What each child process of this script measures; it prints the seconds.
 def compiled(model):
     import torch
     return torch.compile(model) if os.environ.get("COMPILE") else model
 
 
+# What each child process of this script measures; it prints the seconds.
 def torch_decode(folder, dtype, tokens):
     import time
 
@@ -210,6 +210,7 @@ def measure(arguments, folder):
 
     def decode(model, dtype):
         return (aitk_seconds(aitk, model, dtype, 8, tokens) - aitk_seconds(aitk, model, dtype, 8, 1)) / (tokens - 1)
+
     def prefill(dtype):
         return (aitk_seconds(aitk, folder, dtype, PROMPT, 1, 5) - aitk_seconds(aitk, folder, dtype, PROMPT, 1)) / 4
 

@@ -1,8 +1,9 @@
 //! Texts to tokens of documents, with the tokenizer of a model.
 
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::{FimTokens, TextTokenizer, is_gguf_model, open_tokenizer};
+use crate::models::causal_lm::{FimTokens, TextTokenizer, open_tokenizer};
 use aitk_common::fsutil::regular;
+use aitk_common::gguf::model_file;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::Value;
 use std::path::Path;
@@ -40,7 +41,7 @@ impl DocumentTokenizer {
     /// # Errors
     /// When it is damaged, has tokens that the model does not have, or is of a kind in a GGUF file that is not supported.
     pub fn open(model: &Path, vocabulary: usize) -> Result<Option<Self>> {
-        if is_gguf_model(model) {
+        if model_file(model).is_some() {
             let (config, base) = open_tokenizer(model)?;
             let end = config.eos_token_ids.first().copied();
             let end = end.filter(|id| base.inner().0.id_to_token(*id).is_some());

@@ -31,6 +31,6 @@ pub use cache::KeyValueCache;
 pub use config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
 pub use gguf::GgufExport;
 pub use model::{CausalLm, CausalLmOptions};
-pub use model_path::{is_gguf_model, open_tokenizer, read_config};
+pub use model_path::{open_tokenizer, read_config};
 pub use tokenizer::{FimTokens, TextTokenizer};
 pub use train_tokenizer::{END_TOKEN, train_tokenizer};

@@ -6,8 +6,9 @@ use super::cache::KeyValueCache;
 use super::config::{CausalLmConfig, PositionKind};
 use super::gguf::GgufModel;
 use super::layout::{Layout, Positions, check_positions};
+use super::model_path::check_is_folder;
 use crate::checkpointing::{BlockSequence, Checkpointing};
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear_with_weight};
 use crate::weights::{Index, QuantizationConfig, TrainableFilter, Weight, Weights};
 use aitk_common::gguf::model_file;
@@ -81,13 +82,8 @@ impl CausalLm {
                 let GgufModel { config, index, .. } = GgufModel::open(&file)?;
                 (config, index)
             }
-            None if !folder.is_dir() => {
-                return Err(EngineError::bad_input(format!(
-                    "{}: expected the folder of a language model, with config.json and .safetensors files, or a .gguf file",
-                    folder.display()
-                )));
-            }
             None => {
+                check_is_folder(folder)?;
                 let (config, index) = (CausalLmConfig::read(folder)?, Index::open(folder)?);
                 index.check_scales()?;
                 (config, index)

@@ -4,13 +4,21 @@ use super::config::CausalLmConfig;
 use super::gguf::GgufModel;
 use super::tokenizer::TextTokenizer;
 use crate::error::{EngineError, Result};
-use aitk_common::gguf::{is_gguf, model_file};
+use aitk_common::gguf::model_file;
 use std::path::Path;
 
-/// Whether a path of a language model is a GGUF file, or a folder with one alone.
-#[must_use]
-pub fn is_gguf_model(path: &Path) -> bool {
-    model_file(path).is_some_and(|file| is_gguf(&file))
+/// Checks that a model without a GGUF file is a folder.
+///
+/// # Errors
+/// The error that says what was expected.
+pub(super) fn check_is_folder(path: &Path) -> Result<()> {
+    match path.is_dir() {
+        true => Ok(()),
+        false => Err(EngineError::bad_input(format!(
+            "{}: expected the folder of a language model, with config.json, tokenizer.json and .safetensors files, or a .gguf file",
+            path.display()
+        ))),
+    }
 }
 
 /// The config of a language model. `path`: a folder, or a GGUF file.
@@ -20,7 +28,10 @@ pub fn is_gguf_model(path: &Path) -> bool {
 pub fn read_config(path: &Path) -> Result<CausalLmConfig> {
     match model_file(path) {
         Some(file) => Ok(GgufModel::open(&file)?.config),
-        None => CausalLmConfig::read(path),
+        None => {
+            check_is_folder(path)?;
+            CausalLmConfig::read(path)
+        }
     }
 }
 
@@ -34,12 +45,7 @@ pub fn open_tokenizer(path: &Path) -> Result<(CausalLmConfig, TextTokenizer)> {
         let tokenizer = model.tokenizer()?;
         return Ok((model.config, tokenizer));
     }
-    if !path.is_dir() {
-        return Err(EngineError::bad_input(format!(
-            "{}: expected the folder of a language model, with config.json, tokenizer.json and .safetensors files, or a .gguf file",
-            path.display()
-        )));
-    }
+    check_is_folder(path)?;
     let config = CausalLmConfig::read(path)?;
     let tokenizer = TextTokenizer::open(path, config.vocab_size)?;
     Ok((config, tokenizer))

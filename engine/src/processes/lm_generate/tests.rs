@@ -192,7 +192,7 @@ fn what_does_not_fit_is_refused_before_the_weights_are_read() {
     assert!(failure(root.path(), short).contains("config.json"));
     std::fs::remove_dir_all(&model).unwrap();
     std::fs::write(&model, "no folder").unwrap();
-    assert!(failure(root.path(), short).contains("not a GGUF file"));
+    assert!(failure(root.path(), short).contains("or a .gguf file"));
     std::fs::remove_file(&model).unwrap();
     assert!(failure(root.path(), short).contains("folder of a language model"));
 }

@@ -12,10 +12,11 @@ use crate::data::tokens::DocumentTokenizer;
 use crate::device::allocator::FreedMemory;
 use crate::device::{self, Compute};
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::{CausalLm, CausalLmConfig, CausalLmOptions, PositionKind, is_gguf_model, read_config};
+use crate::models::causal_lm::{CausalLm, CausalLmConfig, CausalLmOptions, PositionKind, read_config};
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::capability::DeviceKind;
 use aitk_common::fsutil;
+use aitk_common::gguf::model_file;
 use aitk_common::job::dtype::DType as ConfigDType;
 use aitk_common::job::limits::MAX_CONTEXT;
 use aitk_common::job::lm_trainer::LmTrainerProcess;
@@ -195,7 +196,7 @@ fn open_model(
 
 /// Checks that a model in a GGUF file is the frozen base of a LoRA, with the bits of the file.
 fn check_gguf(process: &LmTrainerProcess, model: &Path) -> Result<()> {
-    if !is_gguf_model(model) {
+    if model_file(model).is_none() {
         return Ok(());
     }
     let found = if process.model.from_config {
