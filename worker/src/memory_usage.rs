@@ -274,7 +274,9 @@ pub(crate) fn out_of_memory_advice(spec: &AttemptSpec, total: u64) -> String {
             next.name(),
             under(next)
         ),
-        None => "there is no smaller profile: use a smaller resolution or batch, or quantise the model".to_owned(),
+        None => {
+            "there is no smaller profile: use a smaller resolution, context or batch, or quantise the model".to_owned()
+        }
     };
     let name = spec.profile.name();
     format!(

@@ -184,7 +184,7 @@ fn attach(
 fn without_transformer<'a>(parts: &[Part<'_>], found: &FileLayers, unknown: &'a [String]) -> Option<&'a String> {
     let mut transformers = parts
         .iter()
-        .filter(|part| part.role == PartRole::Denoiser && part.lora_names == AdapterNames::Peft);
+        .filter(|part| part.role.predicts() && part.lora_names == AdapterNames::Peft);
     transformers.find(|part| !found.keys().any(|(id, _)| *id == part.id))?;
     unknown.iter().find(|name| !is_of_text(name))
 }

@@ -195,7 +195,7 @@ impl LayerIndex {
                     Some(rest) => insert(rest),
                     None => insert(&format!("text_model_{path}")),
                 },
-                PartRole::Denoiser | PartRole::Codec => {
+                PartRole::Denoiser | PartRole::Codec | PartRole::LanguageModel => {
                     if let Some(name) = original.as_ref().and_then(|original| original.of_layer(path)) {
                         insert(&name);
                     }

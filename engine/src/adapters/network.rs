@@ -271,8 +271,8 @@ fn check_config(adapter: &dyn AdapterType, config: &AdapterConfig, parts: &[Part
             "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
         ));
     }
-    let denoisers = parts.iter().filter(|part| part.role == PartRole::Denoiser);
-    if config.whole_in_out && denoisers.clone().any(|part| part.lora_names == AdapterNames::Peft) {
+    let mut predicting = parts.iter().filter(|part| part.role.predicts());
+    if config.whole_in_out && predicting.any(|part| part.lora_names == AdapterNames::Peft) {
         return Err(EngineError::bad_input(
             "network.network_kwargs.full_train_in_out: only U-Nets have the two layers (`conv_in`, `conv_out`) that are trained, and this \
              model has a transformer: set it to false",

@@ -1,4 +1,4 @@
-//! Text encoder, denoiser or codec: the role of a part of a model.
+//! Text encoder, denoiser, codec or language model: the role of a part of a model.
 
 use std::fmt;
 
@@ -7,10 +7,20 @@ use std::fmt;
 pub enum PartRole {
     /// Encodes prompts.
     TextEncoder,
-    /// Predicts: a U-Net, a transformer, a language model.
+    /// Predicts noise or a velocity: a U-Net or a transformer.
     Denoiser,
     /// Converts between media and latents.
     Codec,
+    /// Predicts the next token: the whole of a model of text.
+    LanguageModel,
+}
+
+impl PartRole {
+    /// Whether the part makes the predictions that a training compares with its data.
+    #[must_use]
+    pub fn predicts(self) -> bool {
+        matches!(self, Self::Denoiser | Self::LanguageModel)
+    }
 }
 
 impl fmt::Display for PartRole {
@@ -19,6 +29,7 @@ impl fmt::Display for PartRole {
             Self::TextEncoder => "text encoder",
             Self::Denoiser => "denoiser",
             Self::Codec => "VAE",
+            Self::LanguageModel => "language model",
         })
     }
 }

@@ -179,7 +179,7 @@ impl Context<'_> {
             let key_and_qtype = match role {
                 PartRole::Denoiser => config.quantization().map(|qtype| ("qtype", qtype)),
                 PartRole::TextEncoder => config.text_encoder_quantization().map(|qtype| ("qtype_te", qtype)),
-                PartRole::Codec => None,
+                PartRole::Codec | PartRole::LanguageModel => None,
             };
             let rest = key_and_qtype.map_or(String::new(), |(key, qtype)| {
                 format!("; `{key}` ({qtype}) applies only to layers that are not quantised in the file")

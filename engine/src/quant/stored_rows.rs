@@ -137,7 +137,7 @@ impl<'a> StoredRows<'a> {
 
 /// The scale of a block of `q8_0`.
 #[inline(always)]
-pub(crate) fn q8_0_scale(block: &[u8; Q8_0_BYTES]) -> f32 {
+fn q8_0_scale(block: &[u8; Q8_0_BYTES]) -> f32 {
     f16_to_f32(block[0], block[1])
 }
 

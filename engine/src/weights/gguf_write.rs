@@ -122,6 +122,19 @@ fn type_number(dtype: GgmlDType) -> Result<u32> {
     })
 }
 
+/// The name of a type that is written, as configs have it.
+pub(crate) fn type_name(dtype: GgmlDType) -> &'static str {
+    match dtype {
+        GgmlDType::F32 => "f32",
+        GgmlDType::F16 => "f16",
+        GgmlDType::BF16 => "bf16",
+        GgmlDType::Q8_0 => "q8_0",
+        GgmlDType::Q6K => "q6_k",
+        GgmlDType::Q4K => "q4_k",
+        _ => "other",
+    }
+}
+
 fn write_text(bytes: &mut Vec<u8>, text: &str) {
     bytes.extend((text.len() as u64).to_le_bytes());
     bytes.extend(text.as_bytes());
@@ -181,9 +194,13 @@ fn write_tensor(out: &mut dyn Write, name: &str, dtype: GgmlDType, tensor: &Tens
 fn encoded(name: &str, dtype: GgmlDType, rows: &Tensor) -> Result<Vec<u8>> {
     let numbers = rows.flatten_all()?.to_vec1::<f32>()?;
     let not_finite = |number: f32| {
-        EngineError::bad_input(format!(
-            "`{name}` has the number {number}, which {dtype:?} does not have: its largest number is smaller. Use `dtype: bf16` or `f32`"
-        ))
+        EngineError::bad_input(match number.is_finite() {
+            true => format!(
+                "`{name}` has the number {number}, which {} does not have: its largest number is smaller. Use `dtype: bf16` or `f32`",
+                type_name(dtype)
+            ),
+            false => format!("`{name}` has the number {number}: the model is damaged, or its training diverged"),
+        })
     };
     let check = |number: f32, stored: f32| match stored.is_finite() {
         true => Ok(()),
@@ -207,11 +224,24 @@ fn encoded(name: &str, dtype: GgmlDType, rows: &Tensor) -> Result<Vec<u8>> {
             halves.iter().flat_map(|half| half.to_le_bytes()).collect()
         }
         block => {
-            // The scale of a block is a half float.
-            let largest = half::f16::MAX.to_f32();
-            let check_block = |number: &f32| check(*number, if number.abs() <= largest { *number } else { f32::NAN });
-            numbers.iter().try_for_each(check_block)?;
-            QTensor::quantize(rows, block)?.data()?.into_owned()
+            numbers.iter().try_for_each(|number| check(*number, *number))?;
+            let bytes = QTensor::quantize(rows, block)?.data()?.into_owned();
+            // The scales of a block are half floats.
+            let scales: &[usize] = match block {
+                GgmlDType::Q8_0 => &[0],
+                GgmlDType::Q4K => &[0, 2],
+                GgmlDType::Q6K => &[208],
+                other => return Err(EngineError::Internal(format!("{other:?} is not written to GGUF files"))),
+            };
+            let blocks = bytes.chunks(block.type_size()).zip(numbers.chunks(block.block_size()));
+            for (block, numbers) in blocks {
+                let is_finite = |at: &usize| half::f16::from_le_bytes([block[*at], block[*at + 1]]).is_finite();
+                if !scales.iter().all(is_finite) {
+                    let largest = numbers.iter().copied().max_by(|a, b| a.abs().total_cmp(&b.abs()));
+                    return Err(not_finite(largest.unwrap_or(f32::MAX)));
+                }
+            }
+            bytes
         }
     })
 }
@@ -267,20 +297,36 @@ mod tests {
 
     #[test]
     fn numbers_that_a_type_does_not_have_are_refused() {
-        let tensor = Tensor::full(70_000f32, (1, 32), &Device::Cpu).unwrap();
-        for (dtype, fits) in [
-            (GgmlDType::F16, false),
-            (GgmlDType::Q8_0, false),
-            (GgmlDType::BF16, true),
-            (GgmlDType::F32, true),
-        ] {
+        let write = |dtype: GgmlDType, number: f32| {
+            let share = |i: i32| (1 - 2 * (i % 2)) as f32 * (i % 5 + 1) as f32 / 5.0;
+            let numbers: Vec<f32> = (0..256).map(|i| number * share(i)).collect();
+            let tensor = Tensor::from_vec(numbers, (1, 256), &Device::Cpu).unwrap();
             let mut layout = GgufLayout::default();
-            layout.add("w", dtype, [1, 32]);
-            let written = layout.write(&mut Vec::new(), |_| Ok(tensor.clone()));
-            match written {
-                Ok(()) => assert!(fits, "{dtype:?}"),
-                Err(error) => assert!(!fits && error.to_string().contains("70000"), "{error}"),
+            layout.add("w", dtype, [1, 256]);
+            layout.write(&mut Vec::new(), |_| Ok(tensor.clone()))
+        };
+        // Blocks have scales: 70000 is 127 times 551.
+        for (dtype, too_large) in [
+            (GgmlDType::F16, 70_000.0),
+            (GgmlDType::Q8_0, 1e7),
+            (GgmlDType::Q4K, 1e9),
+            (GgmlDType::Q6K, 1e9),
+        ] {
+            if dtype != GgmlDType::F16 {
+                write(dtype, 70_000.0).unwrap();
             }
+            let error = write(dtype, too_large).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("{too_large}")) && error.contains(type_name(dtype)),
+                "{error}"
+            );
+        }
+        for dtype in [GgmlDType::BF16, GgmlDType::F32] {
+            write(dtype, 1e9).unwrap();
+        }
+        for dtype in [GgmlDType::F16, GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K] {
+            let error = write(dtype, f32::NAN).unwrap_err().to_string();
+            assert!(error.contains("NaN") && error.contains("damaged"), "{error}");
         }
     }
 }

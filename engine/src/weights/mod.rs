@@ -23,6 +23,7 @@ mod weight;
 mod write;
 
 pub use entry::{RowOrder, View};
+pub(crate) use gguf_write::type_name as gguf_type_name;
 pub use gguf_write::{GgufLayout, GgufValue};
 pub use index::Index;
 pub use init::Init;

@@ -75,16 +75,31 @@ impl DocumentTokenizer {
         })
     }
 
-    /// The tokens of a text. `special`: with the tokens that the model has at the beginning of a text.
+    /// The tokens of a text. `special`: with the tokens that the model has at the beginning of a text. Those that the tokenizer adds at its end
+    /// are left out, because the text may go on.
     ///
     /// # Errors
     /// When the tokenizer fails.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         for (start, part) in parts(text, MAX_PART_BYTES) {
-            ids.extend_from_slice(self.encoding(part, special && start == 0)?.get_ids());
+            let encoding = self.encoding(part, special && start == 0)?;
+            let added = encoding.get_special_tokens_mask().iter().rev();
+            let added = added.take_while(|added| **added == 1).count();
+            // Of a text without tokens, all are at its beginning, unless there are more than without it.
+            let kept = match added == encoding.len() {
+                true => self.added_at_beginning(&encoding),
+                false => encoding.len() - added,
+            };
+            ids.extend_from_slice(&encoding.get_ids()[..kept]);
         }
         Ok(ids)
+    }
+
+    /// How many of the added tokens of an empty text are at its beginning: those that are not the end of a text.
+    fn added_at_beginning(&self, encoding: &Encoding) -> usize {
+        let ids = encoding.get_ids().iter();
+        ids.take_while(|id| Some(**id) != self.end).count()
     }
 
     /// The tokens of a text without special ones, and where each begins in the text, in bytes.

@@ -134,18 +134,27 @@ impl LicenseFilter {
     }
 }
 
-/// The expression after the mark in the first lines of a text, without the end of a comment.
+/// The expressions after the marks in the first lines of a text, without the ends of comments. Those of several lines all hold.
 fn of_header(text: &str) -> Option<String> {
-    let line = text
-        .lines()
-        .take(HEADER_LINES)
-        .find_map(|line| Some(line.split_once(MARK)?.1))?;
-    let end = ["*/", "-->", "*)", "#}", "--}}"]
-        .iter()
-        .filter_map(|end| line.find(end))
-        .min();
-    let expression = line[..end.unwrap_or(line.len())].trim().trim_matches(['"', '\'']);
-    (!expression.is_empty()).then(|| expression.to_owned())
+    let mut found: Vec<&str> = Vec::new();
+    for line in text.lines().take(HEADER_LINES) {
+        let Some((_, line)) = line.split_once(MARK) else {
+            continue;
+        };
+        let end = ["*/", "-->", "*)", "#}", "--}}"]
+            .iter()
+            .filter_map(|end| line.find(end))
+            .min();
+        let expression = line[..end.unwrap_or(line.len())].trim().trim_matches(['"', '\'']);
+        if !expression.is_empty() && !found.contains(&expression) {
+            found.push(expression);
+        }
+    }
+    match found.as_slice() {
+        [] => None,
+        [only] => Some((*only).to_owned()),
+        several => Some(format!("({})", several.join(") AND ("))),
+    }
 }
 
 fn shortened(text: &str) -> String {
@@ -238,6 +247,10 @@ mod tests {
             check("a.c", "// SPDX-License-Identifier: GPL-2.0-only\n").unwrap(),
             "GPL-2.0-only"
         );
+        let two = |second: &str| format!("// SPDX-License-Identifier: MIT\n// SPDX-License-Identifier: {second}\n");
+        assert_eq!(check("a.c", &two("GPL-3.0")).unwrap(), "(MIT) AND (GPL-3.0)");
+        assert_eq!(check("a.c", &two("Apache-2.0 OR GPL-3.0")), None);
+        assert_eq!(check("a.c", &two("MIT")), None);
         assert_eq!(check("both/a.rs", ""), None);
         assert_eq!(check("odd/a.rs", "").unwrap(), "an unknown licence");
         // Outside the data set nothing is looked for.

@@ -14,6 +14,7 @@ use crate::error::{EngineError, Result};
 use crate::models::causal_lm::FimTokens;
 use crate::rng::{TorchGenerator, generator_for};
 use aitk_common::fsutil::regular;
+use aitk_common::job::lm_trainer::LmDatasetConfig;
 use std::path::{Path, PathBuf};
 
 /// The largest text or code file, in bytes.
@@ -65,6 +66,22 @@ impl DataSource {
             (true, false) => Some(Split::Train),
             (true, true) => Some(Split::HeldOut),
         }
+    }
+}
+
+impl DataSource {
+    /// The key of a field of records that is not the usual one.
+    fn chosen_column(&self) -> Option<&'static str> {
+        let usual = LmDatasetConfig::default();
+        let columns = [
+            ("text_column", &self.text_column, &usual.text_column),
+            ("prompt_column", &self.prompt_column, &usual.prompt_column),
+            ("completion_column", &self.completion_column, &usual.completion_column),
+        ];
+        columns
+            .into_iter()
+            .find(|(_, name, usual)| name != usual)
+            .map(|(key, ..)| key)
     }
 }
 
@@ -149,8 +166,10 @@ struct Counts {
     /// Documents that were split, and into how many.
     split: usize,
     pieces: usize,
-    /// Documents of which nothing can be predicted.
+    /// Documents, or last pieces, of which nothing can be predicted.
     short: usize,
+    /// Whether there was a text, and no token to end it with.
+    is_without_end: bool,
     /// Documents or pieces of a prompt alone.
     prompt_alone: usize,
     /// Files that are not text, and the first.
@@ -211,6 +230,11 @@ impl Reader<'_> {
         if !source.licenses.is_empty() && (!is_folder || has_records) {
             return Err(EngineError::bad_input(format!(
                 "{name}: `licenses` chooses text files of a folder, and this is a data set of another kind: remove it"
+            )));
+        }
+        if !has_records && let Some(key) = source.chosen_column() {
+            return Err(EngineError::bad_input(format!(
+                "{name}: `{key}` names a field of records, and this is read as text: set `kind: records`, or remove `{key}`"
             )));
         }
         let files = match found {
@@ -315,6 +339,7 @@ impl Reader<'_> {
             }
             Record::Pair { prompt, completion } => {
                 let tokenizer = tokenizer_of(&self.options)?;
+                self.counts.is_without_end |= tokenizer.end().is_none();
                 let mut ids = tokenizer.encode(&prompt, true)?;
                 let prompt_length = ids.len();
                 ids.extend(tokenizer.encode(&completion, false)?);
@@ -327,6 +352,7 @@ impl Reader<'_> {
 
     fn add_text(&mut self, text: &str, source: &DataSource) -> Result<()> {
         let tokenizer = tokenizer_of(&self.options)?;
+        self.counts.is_without_end |= tokenizer.end().is_none();
         if self.fim.is_some() {
             return self.add_document(source, |reader, generator| reader.cut_text(tokenizer, text, generator));
         }
@@ -356,7 +382,8 @@ impl Reader<'_> {
             if repeat == 0 {
                 self.counts.split += usize::from(pieces.len() > 1);
                 self.counts.pieces += if pieces.len() > 1 { pieces.len() } else { 0 };
-                self.counts.short += usize::from(pieces.iter().all(|piece| piece.ids.len() < 2));
+                let short = pieces.iter().filter(|piece| piece.ids.len() < 2).count();
+                self.counts.short += if pieces.is_empty() { 1 } else { short };
             }
             for piece in pieces {
                 if piece.ids.len() < 2 {
@@ -476,6 +503,13 @@ impl Reader<'_> {
                 first.display()
             ));
         }
+        if counts.is_without_end {
+            notes.push(
+                "the model has no token that ends a text (`eos_token` of its tokenizer, `eos_token_id` of its config or GGUF file), so no text is \
+                 ended with one"
+                    .to_owned(),
+            );
+        }
         if counts.split > 0 {
             notes.push(format!(
                 "documents that are longer than the context of {context} tokens: {}, which are split into {} pieces",
@@ -484,7 +518,7 @@ impl Reader<'_> {
         }
         if counts.short > 0 {
             notes.push(format!(
-                "documents of fewer than two tokens, in which nothing can be predicted, are left out: {}",
+                "documents of fewer than two tokens, or such ends of longer ones, in which nothing can be predicted, are left out: {}",
                 counts.short
             ));
         }

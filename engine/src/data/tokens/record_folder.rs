@@ -98,7 +98,8 @@ pub(super) fn find_record_files(root: &Path, files: &[PathBuf], split: Option<Sp
     let has = |ending: &str| paths.iter().any(|(path, _)| has_ending(path, ending));
     // Beside Parquet and JSONL, files in JSON describe.
     let endings: &[&str] = match (has("parquet"), has("jsonl")) {
-        (true, _) => &["parquet"],
+        (true, true) => &["parquet", "jsonl"],
+        (true, false) => &["parquet"],
         (false, true) => &["jsonl"],
         (false, false) if card.is_some() => &["json"],
         (false, false) => return Ok(None),
@@ -119,6 +120,15 @@ pub(super) fn find_record_files(root: &Path, files: &[PathBuf], split: Option<Sp
         return Ok(None);
     }
     let bad = |problem: String| EngineError::bad_input(format!("{}: {problem}", root.display()));
+    let is_chosen = split.is_none() || card.as_ref().is_some_and(|card| !card.configs.is_empty());
+    if let [_, _] = endings
+        && !is_chosen
+    {
+        // They may be the same records twice.
+        return Err(bad(format!(
+            "it has files with records in Parquet and in JSONL: {CHOOSE}"
+        )));
+    }
     let names: Vec<&str> = records.iter().map(|(path, _)| path.as_str()).collect();
     let chosen = match split {
         None => names.clone(),

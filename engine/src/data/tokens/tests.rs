@@ -326,6 +326,84 @@ proptest! {
     }
 }
 
+/// Some tokenizers add the end of a text themselves. A text has one, and there is none between prompt and completion.
+#[test]
+fn what_a_tokenizer_adds_at_the_end_is_not_added_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let plain = tokenizer(dir.path());
+    let file = dir.path().join("tokenizer.json");
+    let mut json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let special = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
+    json["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [special("<fim_prefix>"), {"Sequence": {"id": "A", "type_id": 0}}, special("<|endoftext|>")],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<fim_prefix>": {"id": "<fim_prefix>", "ids": [257], "tokens": ["<fim_prefix>"]},
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [END], "tokens": ["<|endoftext|>"]},
+        },
+    });
+    std::fs::write(&file, json.to_string()).unwrap();
+    let adding = DocumentTokenizer::open(dir.path(), 264).unwrap().unwrap();
+    for text in ["", "fn a", "<|endoftext|>", "a<|endoftext|>"] {
+        let expected = plain.encode(text, false).unwrap();
+        assert_eq!(adding.encode(text, false).unwrap(), expected, "{text}");
+        assert_eq!(
+            adding.encode(text, true).unwrap(),
+            [&[257], expected.as_slice()].concat(),
+            "{text}"
+        );
+    }
+    let data = dir.path().join("data.jsonl");
+    let lines = [json!({"text": "ab"}), json!({"prompt": "c", "completion": "d"})];
+    std::fs::write(&data, lines.map(|line| line.to_string()).join("\n")).unwrap();
+    let found = read(&[source(&data)], options(dir.path(), Some(&adding), 16));
+    let [a, b, c, d] = ["a", "b", "c", "d"].map(|letter| plain.encode(letter, false).unwrap()[0]);
+    let documents: Vec<Vec<u32>> = ids(&found, &found.trained).into_iter().map(|(ids, _)| ids).collect();
+    assert_eq!(documents, [vec![257, a, b, END], vec![257, c, d, END]]);
+}
+
+#[test]
+fn records_in_two_formats_and_fields_of_texts_are_not_guessed() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path());
+    let folder = dir.path().join("hub");
+    std::fs::create_dir_all(&folder).unwrap();
+    let fixture = crate::testing::fixtures().join("parquet").join("texts_snappy.parquet");
+    std::fs::copy(fixture, folder.join("train-1.parquet")).unwrap();
+    std::fs::write(folder.join("train-2.jsonl"), json!({"content": "ab"}).to_string()).unwrap();
+    std::fs::write(folder.join("README.md"), "# Data\n").unwrap();
+    let records = DataSource {
+        text_column: "content".into(),
+        ..source(&folder)
+    };
+    let options = options(dir.path(), Some(&tokenizer), 32);
+    let error = |source: &DataSource| {
+        compute_on_this_thread();
+        let read = read_documents(std::slice::from_ref(source), options, dir.path(), &mut |_| Ok(()));
+        read.map(drop).unwrap_err().to_string()
+    };
+    let found = error(&records);
+    assert!(
+        found.contains("in Parquet and in JSONL") && found.contains("`include`"),
+        "{found}"
+    );
+    let chosen = |pattern: &str| DataSource {
+        include: vec![pattern.into()],
+        ..records.clone()
+    };
+    let count = |source: &DataSource| read(std::slice::from_ref(source), options).trained.len();
+    assert_eq!(count(&chosen("*.jsonl")), 1);
+    assert_eq!(count(&chosen("train-*")), count(&chosen("*.parquet")) + 1);
+    // A folder of text has no fields.
+    std::fs::write(folder.join("a.rs"), "fn a() {}").unwrap();
+    let found = error(&records);
+    assert!(
+        found.contains("`text_column`") && found.contains("`kind: records`"),
+        "{found}"
+    );
+}
+
 /// The files of a data set of Hugging Face in Parquet are the documents of its JSONL: the same tokens in the same order.
 #[test]
 fn documents_of_parquet_are_those_of_jsonl() {

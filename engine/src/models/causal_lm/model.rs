@@ -8,9 +8,9 @@ use super::gguf::GgufModel;
 use super::layout::{Layout, Positions, check_positions};
 use super::model_path::check_is_folder;
 use crate::checkpointing::{BlockSequence, Checkpointing};
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear_with_weight};
-use crate::weights::{Index, QuantizationConfig, TrainableFilter, Weight, Weights};
+use crate::weights::{Index, QuantizationConfig, TrainableFilter, View, Weight, Weights};
 use aitk_common::gguf::model_file;
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::Path;
@@ -18,6 +18,8 @@ use std::sync::Arc;
 
 /// The output layer, which is not quantised, as in transformers.
 const OUTPUT: &str = "lm_head";
+/// Numbers of two tables that are compared at a time.
+const COMPARED_NUMBERS: usize = 4 << 20;
 
 /// Options for loading a decoder.
 #[derive(Clone, Debug)]
@@ -84,8 +86,11 @@ impl CausalLm {
             }
             None => {
                 check_is_folder(folder)?;
-                let (config, index) = (CausalLmConfig::read(folder)?, Index::open(folder)?);
+                let (mut config, index) = (CausalLmConfig::read(folder)?, Index::open(folder)?);
                 index.check_scales()?;
+                let index = with_prefix(index, &config);
+                // As transformers 5, which ties only tables that are equal, or one of which is not in the files.
+                config.ties_embeddings = config.ties_embeddings && !has_own_output(&index, &config)?;
                 (config, index)
             }
         };
@@ -353,6 +358,44 @@ const POSITIONS: &str = "wpe";
 /// The path of a block: `model.layers.0`.
 fn block_path(config: &CausalLmConfig, index: usize) -> String {
     format!("{}.{}.{index}", config.family.prefix(), config.family.outer_names()[1])
+}
+
+/// Whether the files have an output layer that is not the table of embeddings.
+fn has_own_output(index: &Index, config: &CausalLmConfig) -> Result<bool> {
+    let (output, table) = (
+        format!("{OUTPUT}.weight"),
+        format!("{}.{}.weight", config.family.prefix(), config.family.outer_names()[0]),
+    );
+    let (Some(shape), Some(of_table)) = (index.shape(&output), index.shape(&table)) else {
+        return Ok(false);
+    };
+    let [rows, width] = *shape else { return Ok(true) };
+    if shape != of_table {
+        return Ok(true);
+    }
+    // A part of the rows at a time: the tables may be the largest tensors of the model.
+    let step = (COMPARED_NUMBERS / width.max(1)).max(1);
+    for start in (0..rows).step_by(step) {
+        let part = View::Rows {
+            start,
+            count: step.min(rows - start),
+        };
+        let parts = index.views(|name, _| match name == output || name == table {
+            true => vec![(name.to_owned(), part)],
+            false => Vec::new(),
+        });
+        let read = |name: &str| {
+            parts
+                .read(name, DType::F32, &Device::Cpu)?
+                .flatten_all()?
+                .to_vec1::<f32>()
+                .map_err(EngineError::from)
+        };
+        if read(&output)? != read(&table)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// The tensors with the prefix of their family: files of the model without its output layer (`AutoModel`) have none.

@@ -361,6 +361,40 @@ fn files_without_the_prefix_are_read() {
     assert_eq!(gap(&found, &expected), 0.0);
 }
 
+/// `tie_word_embeddings` ties tables that are equal; an output layer of its own in the files is used, as transformers 5 does.
+#[test]
+fn tied_embeddings_do_not_replace_another_output_layer() {
+    let case = Case::named("llama_biases");
+    assert_eq!(case.value["config"]["tie_word_embeddings"], json!(false));
+    let own = logits(&case.load(DType::F32), &case.ids(), &AttentionMask::Causal);
+    let mut config = case.value["config"].clone();
+    config["tie_word_embeddings"] = json!(true);
+    let file = case.folder.path().join("config.json");
+    std::fs::write(file, config.to_string()).unwrap();
+    let model = case.load(DType::F32);
+    assert!(!model.config().ties_embeddings);
+    assert_eq!(gap(&logits(&model, &case.ids(), &AttentionMask::Causal), &own), 0.0);
+    // An equal one, and none, are the table; without the prefix too.
+    let path = case.folder.path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    tensors.insert("lm_head.weight".into(), tensors["model.embed_tokens.weight"].clone());
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let model = case.load(DType::F32);
+    assert!(model.config().ties_embeddings);
+    let tied = logits(&model, &case.ids(), &AttentionMask::Causal);
+    assert!(gap(&tied, &own) > 1e-3);
+    let tensors = tensors
+        .into_iter()
+        .map(|(name, tensor)| (name.replacen("model.", "", 1), tensor));
+    let mut tensors: std::collections::HashMap<_, _> = tensors.collect();
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    assert!(case.load(DType::F32).config().ties_embeddings);
+    tensors.remove("lm_head.weight");
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let found = logits(&case.load(DType::F32), &case.ids(), &AttentionMask::Causal);
+    assert_eq!(gap(&found, &tied), 0.0);
+}
+
 #[test]
 fn streamed_and_quantised_weights_are_near_the_plain_ones() {
     for name in ["starcoder", "qwen2_windows"] {

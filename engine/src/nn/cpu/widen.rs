@@ -35,12 +35,33 @@ pub(crate) trait Widen: Copy {
     unsafe fn load_low(from: *const u8) -> Self::V;
     /// The high four bits of bytes.
     unsafe fn load_high(from: *const u8) -> Self::V;
-    /// Two bits of bytes, from this bit on: 0, 2, 4 or 6.
-    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V;
+    /// 32 codes of `q6_k`, from -32 to 31, in the first `32 / LANES` vectors. Their low four bits begin at bit `shift` of the 32 bytes at `low`, 0 or
+    /// 4; their high two at bit `high_shift` of those at `high`: 0, 2, 4 or 6.
+    unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8];
     /// bfloat16: the upper half of the bits of an `f32`, the low byte first.
     unsafe fn load_bf16(from: *const [u8; 2]) -> Self::V;
     /// IEEE 754's half precision, the low byte first.
     unsafe fn load_f16(from: *const [u8; 2]) -> Self::V;
+    /// A number in IEEE 754's half precision, the low byte first, in every lane.
+    fn splat_f16(number: [u8; 2]) -> Self::V;
+}
+
+/// 32 codes of `q6_k` as signed bytes; see [`Widen::load_six`].
+///
+/// # Safety
+/// As for [`Widen::load_six`], and the CPU has AVX2.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn six_bits(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> x86::__m256i {
+    // SAFETY: the caller guarantees that the pointers are valid, and that the CPU has AVX2.
+    unsafe {
+        // Bits that cross from one byte into the next are masked. Without closures, which would be compiled without the instruction set.
+        let low = x86::_mm256_srlv_epi32(x86::_mm256_loadu_si256(low.cast()), x86::_mm256_set1_epi32(shift));
+        let low = x86::_mm256_and_si256(low, x86::_mm256_set1_epi8(15));
+        let high = x86::_mm256_srlv_epi32(x86::_mm256_loadu_si256(high.cast()), x86::_mm256_set1_epi32(high_shift));
+        let high = x86::_mm256_slli_epi32::<4>(x86::_mm256_and_si256(high, x86::_mm256_set1_epi8(3)));
+        x86::_mm256_sub_epi8(x86::_mm256_or_si256(low, high), x86::_mm256_set1_epi8(32))
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -74,12 +95,19 @@ impl Widen for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V {
+    unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8] {
         // SAFETY: as above.
         unsafe {
-            let bytes = x86::_mm512_cvtepu8_epi32(x86::_mm_loadu_si128(from.cast()));
-            let pairs = x86::_mm512_srl_epi32(bytes, x86::_mm_cvtsi32_si128(bit.cast_signed()));
-            x86::_mm512_cvtepi32_ps(x86::_mm512_and_si512(pairs, x86::_mm512_set1_epi32(3)))
+            let codes = six_bits(low, shift, high, high_shift);
+            let mut vectors = [x86::_mm512_setzero_ps(); 8];
+            let halves = [
+                x86::_mm256_castsi256_si128(codes),
+                x86::_mm256_extracti128_si256::<1>(codes),
+            ];
+            for (v, half) in vectors.iter_mut().zip(halves) {
+                *v = x86::_mm512_cvtepi32_ps(x86::_mm512_cvtepi8_epi32(half));
+            }
+            vectors
         }
     }
     #[inline(always)]
@@ -94,6 +122,11 @@ impl Widen for Avx512 {
     unsafe fn load_f16(from: *const [u8; 2]) -> Self::V {
         // SAFETY: as above.
         unsafe { x86::_mm512_cvtph_ps(x86::_mm256_loadu_si256(from.cast())) }
+    }
+    #[inline(always)]
+    fn splat_f16(number: [u8; 2]) -> Self::V {
+        // SAFETY: the CPU has this instruction set (see `Widen`).
+        unsafe { x86::_mm512_cvtph_ps(x86::_mm256_set1_epi16(i16::from_le_bytes(number))) }
     }
 }
 
@@ -128,12 +161,21 @@ impl Widen for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V {
+    unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8] {
         // SAFETY: as above.
         unsafe {
-            let bytes = x86::_mm256_cvtepu8_epi32(x86::_mm_loadl_epi64(from.cast()));
-            let pairs = x86::_mm256_srl_epi32(bytes, x86::_mm_cvtsi32_si128(bit.cast_signed()));
-            x86::_mm256_cvtepi32_ps(x86::_mm256_and_si256(pairs, x86::_mm256_set1_epi32(3)))
+            let codes = six_bits(low, shift, high, high_shift);
+            let mut vectors = [x86::_mm256_setzero_ps(); 8];
+            let halves = [
+                x86::_mm256_castsi256_si128(codes),
+                x86::_mm256_extracti128_si256::<1>(codes),
+            ];
+            for (pair, half) in vectors.chunks_exact_mut(2).zip(halves) {
+                pair[0] = x86::_mm256_cvtepi32_ps(x86::_mm256_cvtepi8_epi32(half));
+                let second = x86::_mm_unpackhi_epi64(half, half);
+                pair[1] = x86::_mm256_cvtepi32_ps(x86::_mm256_cvtepi8_epi32(second));
+            }
+            vectors
         }
     }
     #[inline(always)]
@@ -148,6 +190,11 @@ impl Widen for Avx2 {
     unsafe fn load_f16(from: *const [u8; 2]) -> Self::V {
         // SAFETY: as above.
         unsafe { x86::_mm256_cvtph_ps(x86::_mm_loadu_si128(from.cast())) }
+    }
+    #[inline(always)]
+    fn splat_f16(number: [u8; 2]) -> Self::V {
+        // SAFETY: the CPU has this instruction set (see `Widen`).
+        unsafe { x86::_mm256_cvtph_ps(x86::_mm_set1_epi16(i16::from_le_bytes(number))) }
     }
 }
 
@@ -175,13 +222,14 @@ impl Widen for Plain {
         unsafe { from.cast::<[u8; 4]>().read_unaligned().map(|byte| f32::from(byte >> 4)) }
     }
     #[inline(always)]
-    unsafe fn load_pairs(from: *const u8, bit: u32) -> Self::V {
+    unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8] {
         // SAFETY: as above.
-        unsafe {
-            from.cast::<[u8; 4]>()
-                .read_unaligned()
-                .map(|byte| f32::from(byte >> bit & 3))
+        let (low, high) = unsafe { (low.cast::<[u8; 32]>().read(), high.cast::<[u8; 32]>().read()) };
+        let mut vectors = [[0f32; 4]; 8];
+        for ((code, low), high) in vectors.as_flattened_mut().iter_mut().zip(low).zip(high) {
+            *code = f32::from((low >> shift & 15) | (high >> high_shift & 3) << 4) - 32.0;
         }
+        vectors
     }
     #[inline(always)]
     unsafe fn load_bf16(from: *const [u8; 2]) -> Self::V {
@@ -194,6 +242,10 @@ impl Widen for Plain {
         // SAFETY: as above.
         let halves = unsafe { from.cast::<[[u8; 2]; 4]>().read_unaligned() };
         halves.map(|[low, high]| f16_to_f32(low, high))
+    }
+    #[inline(always)]
+    fn splat_f16([low, high]: [u8; 2]) -> Self::V {
+        [f16_to_f32(low, high); 4]
     }
 }
 
@@ -245,6 +297,82 @@ mod tests {
                 }
             }
             out
+        }
+    }
+
+    /// Every number in half precision, in the first and the last lane.
+    struct Splats;
+
+    impl Kernel for Splats {
+        type Output = Vec<[f32; 2]>;
+
+        #[inline(always)]
+        fn run<S: Simd>(self) -> Self::Output {
+            let mut out = Vec::new();
+            let mut lanes = [0f32; 16];
+            for bits in 0..=u16::MAX {
+                // SAFETY: no vector has more lanes than `lanes`.
+                unsafe { S::store(lanes.as_mut_ptr(), S::splat_f16(bits.to_le_bytes())) };
+                out.push([lanes[0], lanes[S::LANES - 1]]);
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn a_number_in_half_precision_fills_every_lane() {
+        for isa in available_isas() {
+            for (bits, found) in (0..=u16::MAX).zip(run_on(isa, Splats)) {
+                let expected = half::f16::from_bits(bits).to_f32();
+                for found in found {
+                    assert!(
+                        found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan(),
+                        "{isa:?} {bits:#x}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Codes of `q6_k`: each place of the low bits with each of the high ones.
+    struct SixBits<'a>([&'a [u8; 32]; 2]);
+
+    const PLACES: [(i32, i32); 8] = [(0, 0), (0, 2), (0, 4), (0, 6), (4, 0), (4, 2), (4, 4), (4, 6)];
+
+    impl Kernel for SixBits<'_> {
+        type Output = [[f32; 32]; 8];
+
+        #[inline(always)]
+        fn run<S: Simd>(self) -> Self::Output {
+            let [low, high] = self.0;
+            let mut out = [[0f32; 32]; 8];
+            for (out, (shift, high_shift)) in out.iter_mut().zip(PLACES) {
+                // SAFETY: both have 32 bytes.
+                let codes = unsafe { S::load_six(low.as_ptr(), shift, high.as_ptr(), high_shift) };
+                for (to, v) in out.chunks_exact_mut(S::LANES).zip(codes) {
+                    // SAFETY: `to` has as many elements as the vector.
+                    unsafe { S::store(to.as_mut_ptr(), v) };
+                }
+            }
+            out
+        }
+    }
+
+    #[test]
+    fn codes_of_six_bits_are_joined_from_both_of_their_parts() {
+        // Both bytes take all values, together with many of the other.
+        for round in 0..64u8 {
+            let low: [u8; 32] = std::array::from_fn(|i| (i as u8).wrapping_mul(37).wrapping_add(round.wrapping_mul(8)));
+            let high: [u8; 32] = std::array::from_fn(|i| (i as u8).wrapping_mul(101) ^ round.wrapping_mul(29));
+            for isa in available_isas() {
+                let found = run_on(isa, SixBits([&low, &high]));
+                for (found, (shift, high_shift)) in found.iter().zip(PLACES) {
+                    for (found, (low, high)) in found.iter().zip(low.iter().zip(high)) {
+                        let code = (low >> shift & 15) | (high >> high_shift & 3) << 4;
+                        assert_eq!(*found, f32::from(code) - 32.0, "{isa:?} {shift} {high_shift}");
+                    }
+                }
+            }
         }
     }
 

@@ -2,7 +2,7 @@
 //! text computes one row for each text at a time, and is limited by the bytes of the weights.
 
 use super::stored_blocks::{
-    BLOCK, Bf16Blocks, CHUNK, Decoded, F16Blocks, GROUP, Int8Blocks, NO_FACTORS, Q4KBlocks, Q6KBlocks, Q8Blocks, TILE,
+    BLOCK, BLOCKS, Bf16Blocks, CHUNK, Decoded, F16Blocks, GROUP, Int8Blocks, Q4KBlocks, Q6KBlocks, Q8Blocks, TILE,
     WeightBlocks,
 };
 use crate::nn::cpu::{Kernel, Simd, run_vectorised};
@@ -191,43 +191,44 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
     let vectors = BLOCK / S::LANES;
     let mut even = [S::splat(0.0); N];
     let mut odd = even;
-    let mut minima = [[0f32; GROUP / BLOCK]; N];
-    for (group, x) in x.chunks(GROUP).enumerate() {
-        let at = start + group * GROUP;
-        let count = x.len() / BLOCK;
+    let mut minima = [[0f32; BLOCKS]; N];
+    for (index, x) in x.chunks(GROUP).enumerate() {
+        let x = x.as_chunks::<BLOCK>().0;
         // Loops, because closures would be compiled without the instruction set.
-        let mut factors = [NO_FACTORS; N];
-        for (output, factors) in factors.iter_mut().enumerate() {
-            *factors = blocks.factors(first + output, at, count);
+        let mut groups = [blocks.group(first, start + index * GROUP, x.len()); N];
+        for (output, group) in groups.iter_mut().enumerate() {
+            *group = blocks.group(first + output, start + index * GROUP, x.len());
+            blocks.prefetch::<S>(*group);
+        }
+        let mut factors = [B::Factors::default(); N];
+        for (factors, group) in factors.iter_mut().zip(groups) {
+            *factors = B::factors(group);
         }
         if B::HAS_MIN {
-            let sums = &sums[group * GROUP / BLOCK..][..count];
-            for (minima, (_, factors)) in minima.iter_mut().zip(&factors) {
-                for ((total, min), sum) in minima.iter_mut().zip(factors).zip(sums) {
-                    *total += min * sum;
+            let sums = &sums.as_chunks::<BLOCKS>().0[index];
+            for ((totals, group), factors) in minima.iter_mut().zip(groups).zip(&factors) {
+                let minima = B::minima(group, factors);
+                for block in 0..BLOCKS {
+                    totals[block] += minima[block] * sums[block];
                 }
             }
         }
-        for block in 0..count {
+        for (block, x) in x.iter().enumerate() {
             let mut vectors_of_x = [S::splat(0.0); BLOCK / 4];
             for (i, v) in vectors_of_x.iter_mut().take(vectors).enumerate() {
-                // SAFETY: the block is inside `x`, whose length is a multiple of a block's.
-                *v = unsafe { S::load(x.as_ptr().add(block * BLOCK + i * S::LANES)) };
+                // SAFETY: the vectors are inside the block.
+                *v = unsafe { S::load(x.as_ptr().add(i * S::LANES)) };
             }
             let x = vectors_of_x;
             for output in 0..N {
-                let weights = blocks.load::<S>(first + output, at + block * BLOCK, &factors[output]);
+                let weights = B::load::<S>(groups[output], &factors[output], block);
                 if B::HAS_SCALE {
                     let mut sum = S::mul(weights[0], x[0]);
                     for i in 1..vectors {
                         sum = S::mul_add(weights[i], x[i], sum);
                     }
-                    let total = if block % 2 == 0 {
-                        &mut even[output]
-                    } else {
-                        &mut odd[output]
-                    };
-                    *total = S::mul_add(S::splat(factors[output].0[block]), sum, *total);
+                    let scale = B::scale::<S>(groups[output], &factors[output], block);
+                    even[output] = S::mul_add(scale, sum, even[output]);
                 } else {
                     for i in 0..vectors {
                         let total = if i % 2 == 0 {
@@ -276,7 +277,9 @@ mod tests {
     use crate::quant::Quantized;
     use crate::rng::TorchGenerator;
     use aitk_common::job::QType;
-    use candle_core::{Device, Tensor};
+    use candle_core::quantized::{GgmlDType, QTensor};
+    use candle_core::{DType, Device, Tensor};
+    use std::sync::Arc;
 
     fn weights() -> Vec<Quantized> {
         // Sizes with and without whole chunks, tiles and tasks.
@@ -285,11 +288,14 @@ mod tests {
             let numbers = TorchGenerator::manual_seed(outputs as u64).randn(outputs * inputs);
             let plain = Tensor::from_vec(numbers, (outputs, inputs), &Device::Cpu).unwrap();
             for qtype in [QType::Int8, QType::Q8_0, QType::Q4K] {
-                all.extend(
-                    Quantized::quantize(&plain, qtype)
-                        .unwrap()
-                        .and_then(std::sync::Arc::into_inner),
-                );
+                all.extend(Quantized::quantize(&plain, qtype).unwrap().and_then(Arc::into_inner));
+            }
+            // No config quantises to it: it comes from files.
+            if inputs % GROUP == 0 {
+                let (q6, dims) = (GgmlDType::Q6K, [outputs, inputs]);
+                let bytes = QTensor::quantize(&plain, q6).unwrap().data().unwrap().into_owned();
+                let weight = Quantized::from_blocks("q6_k", q6, &bytes, &dims, DType::F32, &Device::Cpu);
+                all.extend(Arc::into_inner(weight.unwrap()));
             }
         }
         all
@@ -428,7 +434,7 @@ mod tests {
 
     #[test]
     fn wrong_sizes_are_errors() {
-        let plain = Tensor::ones((4, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let plain = Tensor::ones((4, 32), DType::F32, &Device::Cpu).unwrap();
         let weight = Quantized::quantize(&plain, QType::Q8_0).unwrap().unwrap();
         let run = |x: usize, shape: &[usize], bias: usize| {
             let (x, bias) = (vec![1f32; x], vec![0f32; bias]);

@@ -1,7 +1,7 @@
 //! Blocks of 32 weights of a row in each stored form, as vectors.
 
 use crate::nn::cpu::Simd;
-use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_factors, q6_k_scales, q8_0_scale};
+use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_factors, q6_k_scales};
 
 /// Weights of a block.
 pub(super) const BLOCK: usize = 32;
@@ -12,7 +12,7 @@ pub(super) const CHUNK: usize = 1024;
 /// Outputs of a tile: their products share the loads of the input.
 pub(super) const TILE: usize = 4;
 /// Blocks of a group.
-const BLOCKS: usize = GROUP / BLOCK;
+pub(super) const BLOCKS: usize = GROUP / BLOCK;
 /// The most vectors of a block.
 const VECTORS: usize = BLOCK / 4;
 
@@ -20,16 +20,31 @@ const VECTORS: usize = BLOCK / 4;
 pub(super) trait WeightBlocks: Copy {
     /// Whether each block has a scale.
     const HAS_SCALE: bool;
-    /// Whether each block has a minimum, which is subtracted.
+    /// Whether each block has a minimum, which is subtracted. Groups of such blocks are whole.
     const HAS_MIN: bool;
+    /// Up to `BLOCKS` stored blocks of a row.
+    type Group: Copy;
+    /// What is computed once for a group.
+    type Factors: Copy + Default;
 
-    /// The codes of the block that begins at this input, whose group has these factors. `S` has its vectors in the first `BLOCK / S::LANES`
-    /// elements.
-    fn load<S: Simd>(self, output: usize, input: usize, factors: &Factors) -> [S::V; VECTORS];
-    /// The factors of the first `count` blocks of the group that begins at this input.
+    /// `count` blocks of a row from this input on, which is a multiple of `GROUP`.
+    fn group(self, output: usize, input: usize, count: usize) -> Self::Group;
+    /// Prefetches the group at the same place in the next tile. Rows are so short that the processor's own prefetching begins anew for each.
     #[inline(always)]
-    fn factors(self, _output: usize, _input: usize, _count: usize) -> Factors {
-        NO_FACTORS
+    fn prefetch<S: Simd>(self, _group: Self::Group) {}
+    /// The factors of a group.
+    fn factors(group: Self::Group) -> Self::Factors;
+    /// The codes of a block of a group. `S` has its vectors in the first `BLOCK / S::LANES` elements.
+    fn load<S: Simd>(group: Self::Group, factors: &Self::Factors, block: usize) -> [S::V; VECTORS];
+    /// The scale of a block of a group, in every lane.
+    #[inline(always)]
+    fn scale<S: Simd>(_group: Self::Group, _factors: &Self::Factors, _block: usize) -> S::V {
+        S::splat(1.0)
+    }
+    /// The minima of the blocks of a group.
+    #[inline(always)]
+    fn minima(_group: Self::Group, _factors: &Self::Factors) -> [f32; BLOCKS] {
+        [0.0; BLOCKS]
     }
     /// The scale of a row.
     #[inline(always)]
@@ -42,12 +57,6 @@ pub(super) trait WeightBlocks: Copy {
         0.0
     }
 }
-
-/// Two numbers for each block of a group: its scale and its minimum; of `q6_k`, the scales of its two halves.
-pub(super) type Factors = ([f32; BLOCKS], [f32; BLOCKS]);
-
-/// The factors of formats whose blocks have none.
-pub(super) const NO_FACTORS: Factors = ([1.0; BLOCKS], [0.0; BLOCKS]);
 
 /// The vectors of a block: the expression, for `at` the first of the numbers of each. A macro, because a closure would be compiled without the
 /// instruction set of its caller.
@@ -62,6 +71,14 @@ macro_rules! vectors {
     }};
 }
 
+/// Prefetches `length` bytes, `distance` bytes after this one. They may lie behind the end of the weight.
+#[inline(always)]
+fn prefetch<S: Simd>(from: *const u8, distance: usize, length: usize) {
+    for line in (0..length).step_by(64) {
+        S::prefetch(from.wrapping_add(distance + line).cast());
+    }
+}
+
 /// Numbers in bfloat16.
 #[derive(Clone, Copy)]
 pub(super) struct Bf16Blocks<'a> {
@@ -69,16 +86,28 @@ pub(super) struct Bf16Blocks<'a> {
     pub(super) inputs: usize,
 }
 
-impl WeightBlocks for Bf16Blocks<'_> {
+impl<'a> WeightBlocks for Bf16Blocks<'a> {
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    type Group = &'a [[[u8; 2]; BLOCK]];
+    type Factors = ();
 
+    #[inline(always)]
+    fn group(self, output: usize, input: usize, count: usize) -> Self::Group {
+        &self.numbers[output * self.inputs + input..].as_chunks().0[..count]
+    }
+    #[inline(always)]
+    fn prefetch<S: Simd>(self, group: Self::Group) {
+        prefetch::<S>(group.as_ptr().cast(), TILE * self.inputs * 2, GROUP * 2);
+    }
+    #[inline(always)]
+    fn factors(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
-        let block = &self.numbers[output * self.inputs + input..][..BLOCK];
+    fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
+        let numbers = &group[block];
         // SAFETY: the vectors of a block are inside it.
-        vectors!(S, at => unsafe { S::load_bf16(block.as_ptr().add(at)) })
+        vectors!(S, at => unsafe { S::load_bf16(numbers.as_ptr().add(at)) })
     }
     #[inline(always)]
     fn number(self, output: usize, input: usize) -> f32 {
@@ -94,16 +123,28 @@ pub(super) struct F16Blocks<'a> {
     pub(super) inputs: usize,
 }
 
-impl WeightBlocks for F16Blocks<'_> {
+impl<'a> WeightBlocks for F16Blocks<'a> {
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    type Group = &'a [[[u8; 2]; BLOCK]];
+    type Factors = ();
 
+    #[inline(always)]
+    fn group(self, output: usize, input: usize, count: usize) -> Self::Group {
+        &self.numbers[output * self.inputs + input..].as_chunks().0[..count]
+    }
+    #[inline(always)]
+    fn prefetch<S: Simd>(self, group: Self::Group) {
+        prefetch::<S>(group.as_ptr().cast(), TILE * self.inputs * 2, GROUP * 2);
+    }
+    #[inline(always)]
+    fn factors(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
-        let block = &self.numbers[output * self.inputs + input..][..BLOCK];
+    fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
+        let numbers = &group[block];
         // SAFETY: the vectors of a block are inside it.
-        vectors!(S, at => unsafe { S::load_f16(block.as_ptr().add(at)) })
+        vectors!(S, at => unsafe { S::load_f16(numbers.as_ptr().add(at)) })
     }
     #[inline(always)]
     fn number(self, output: usize, input: usize) -> f32 {
@@ -120,16 +161,28 @@ pub(super) struct Int8Blocks<'a> {
     pub(super) inputs: usize,
 }
 
-impl WeightBlocks for Int8Blocks<'_> {
+impl<'a> WeightBlocks for Int8Blocks<'a> {
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    type Group = &'a [[u8; BLOCK]];
+    type Factors = ();
 
+    #[inline(always)]
+    fn group(self, output: usize, input: usize, count: usize) -> Self::Group {
+        &self.codes[output * self.inputs + input..].as_chunks().0[..count]
+    }
+    #[inline(always)]
+    fn prefetch<S: Simd>(self, group: Self::Group) {
+        prefetch::<S>(group.as_ptr().cast(), TILE * self.inputs, GROUP);
+    }
+    #[inline(always)]
+    fn factors(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
-        let block = &self.codes[output * self.inputs + input..][..BLOCK];
+    fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
+        let codes = &group[block];
         // SAFETY: the vectors of a block are inside it.
-        vectors!(S, at => S::sub(unsafe { S::load_u8(block.as_ptr().add(at)) }, S::splat(128.0)))
+        vectors!(S, at => S::sub(unsafe { S::load_u8(codes.as_ptr().add(at)) }, S::splat(128.0)))
     }
     #[inline(always)]
     fn row_scale(self, output: usize) -> f32 {
@@ -149,25 +202,36 @@ pub(super) struct Q8Blocks<'a> {
     pub(super) per_row: usize,
 }
 
-impl WeightBlocks for Q8Blocks<'_> {
+impl<'a> WeightBlocks for Q8Blocks<'a> {
     const HAS_SCALE: bool = true;
     const HAS_MIN: bool = false;
+    type Group = &'a [[u8; Q8_0_BYTES]];
+    type Factors = ();
 
+    #[inline(always)]
+    fn group(self, output: usize, input: usize, count: usize) -> Self::Group {
+        &self.blocks[output * self.per_row + input / BLOCK..][..count]
+    }
+    #[inline(always)]
+    fn prefetch<S: Simd>(self, group: Self::Group) {
+        prefetch::<S>(
+            group.as_ptr().cast(),
+            TILE * self.per_row * Q8_0_BYTES,
+            BLOCKS * Q8_0_BYTES,
+        );
+    }
+    #[inline(always)]
+    fn factors(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
-        let codes = &self.blocks[output * self.per_row + input / BLOCK][2..];
+    fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
+        let codes = &group[block][2..];
         // SAFETY: the vectors of a block are inside its 32 codes.
         vectors!(S, at => unsafe { S::load_i8(codes.as_ptr().add(at)) })
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, count: usize) -> Factors {
-        let blocks = &self.blocks[output * self.per_row + input / BLOCK..][..count];
-        let (mut scales, minima) = NO_FACTORS;
-        for (scale, block) in scales.iter_mut().zip(blocks) {
-            *scale = q8_0_scale(block);
-        }
-        (scales, minima)
+    fn scale<S: Simd>(group: Self::Group, (): &(), block: usize) -> S::V {
+        S::splat_f16([group[block][0], group[block][1]])
     }
 }
 
@@ -179,26 +243,43 @@ pub(super) struct Q4KBlocks<'a> {
     pub(super) per_row: usize,
 }
 
-impl WeightBlocks for Q4KBlocks<'_> {
+impl<'a> WeightBlocks for Q4KBlocks<'a> {
     const HAS_SCALE: bool = true;
     const HAS_MIN: bool = true;
+    type Group = &'a [u8; Q4_K_BYTES];
+    /// The scales and the minima of the blocks.
+    type Factors = [[f32; BLOCKS]; 2];
 
+    #[inline(always)]
+    fn group(self, output: usize, input: usize, _: usize) -> Self::Group {
+        &self.blocks[output * self.per_row + input / GROUP]
+    }
+    #[inline(always)]
+    fn prefetch<S: Simd>(self, group: Self::Group) {
+        prefetch::<S>(group.as_ptr(), TILE * self.per_row * Q4_K_BYTES, Q4_K_BYTES);
+    }
+    #[inline(always)]
+    fn factors(group: Self::Group) -> Self::Factors {
+        q4_k_factors(group)
+    }
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
-        let part = input % GROUP / BLOCK;
-        let codes = &self.blocks[output * self.per_row + input / GROUP][16 + part / 2 * BLOCK..][..BLOCK];
-        match part % 2 {
-            // SAFETY: the vectors of a part are inside its 32 bytes.
+    fn load<S: Simd>(group: Self::Group, _: &Self::Factors, block: usize) -> [S::V; VECTORS] {
+        let codes = &group[16 + block / 2 * BLOCK..][..BLOCK];
+        match block % 2 {
+            // SAFETY: the vectors of a block are inside its 32 bytes.
             0 => vectors!(S, at => unsafe { S::load_low(codes.as_ptr().add(at)) }),
             // SAFETY: as above.
             _ => vectors!(S, at => unsafe { S::load_high(codes.as_ptr().add(at)) }),
         }
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, _: usize) -> Factors {
-        let [scales, minima] = q4_k_factors(&self.blocks[output * self.per_row + input / GROUP]);
-        (scales, minima)
+    fn scale<S: Simd>(_: Self::Group, [scales, _]: &Self::Factors, block: usize) -> S::V {
+        S::splat(scales[block])
+    }
+    #[inline(always)]
+    fn minima(_: Self::Group, [_, minima]: &Self::Factors) -> [f32; BLOCKS] {
+        *minima
     }
 }
 
@@ -210,53 +291,57 @@ pub(super) struct Q6KBlocks<'a> {
     pub(super) per_row: usize,
 }
 
-impl WeightBlocks for Q6KBlocks<'_> {
+impl<'a> WeightBlocks for Q6KBlocks<'a> {
     // A scale is for 16 weights, half a block: it is part of the loaded numbers.
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    type Group = &'a [u8; Q6_K_BYTES];
+    /// The scales of every 16 weights.
+    type Factors = [f32; 2 * BLOCKS];
 
-    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, (first, second): &Factors) -> [S::V; VECTORS] {
-        let block = &self.blocks[output * self.per_row + input / GROUP];
-        // Two halves of four parts of 32 weights, as `StoredRows::read` reads them.
-        let (which, part) = (input % GROUP / 128, input % 128 / BLOCK);
-        let low = &block[64 * which + 32 * (part & 1)..][..BLOCK];
-        let high = &block[128 + 32 * which..][..BLOCK];
-        let scales = [S::splat(first[4 * which + part]), S::splat(second[4 * which + part])];
-        vectors!(S, at => {
-            // SAFETY: the vectors of a part are inside its 32 bytes.
-            let (low, high) = unsafe {
-                let low = low.as_ptr().add(at);
-                let low = if part < 2 { S::load_low(low) } else { S::load_high(low) };
-                (low, S::load_pairs(high.as_ptr().add(at), 2 * part as u32))
-            };
-            let code = S::mul_add(high, S::splat(16.0), low);
-            S::mul(S::sub(code, S::splat(32.0)), scales[at / 16])
-        })
+    fn group(self, output: usize, input: usize, _: usize) -> Self::Group {
+        &self.blocks[output * self.per_row + input / GROUP]
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, _: usize) -> Factors {
-        let scales = q6_k_scales(&self.blocks[output * self.per_row + input / GROUP]);
-        let (mut first, mut second) = NO_FACTORS;
-        for (block, [a, b]) in scales.as_chunks().0.iter().enumerate() {
-            (first[block], second[block]) = (*a, *b);
+    fn prefetch<S: Simd>(self, group: Self::Group) {
+        prefetch::<S>(group.as_ptr(), TILE * self.per_row * Q6_K_BYTES, Q6_K_BYTES);
+    }
+    #[inline(always)]
+    fn factors(group: Self::Group) -> Self::Factors {
+        q6_k_scales(group)
+    }
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>(group: Self::Group, scales: &Self::Factors, block: usize) -> [S::V; VECTORS] {
+        // Two halves of four parts of 32 weights, as `StoredRows::read` reads them.
+        let (which, part) = (block / 4, block % 4);
+        let low = &group[64 * which + 32 * (part & 1)..][..BLOCK];
+        let high = &group[128 + 32 * which..][..BLOCK];
+        // SAFETY: both have 32 bytes.
+        let mut codes = unsafe { S::load_six(low.as_ptr(), 4 * (part as i32 / 2), high.as_ptr(), 2 * part as i32) };
+        for (index, code) in codes.iter_mut().take(BLOCK / S::LANES).enumerate() {
+            *code = S::mul(*code, S::splat(scales[2 * block + index * S::LANES / 16]));
         }
-        (first, second)
+        codes
     }
 }
 
 /// The codes and factors of a chunk of the rows of a tile: decoded once, and multiplied with many rows of inputs.
+// The codes begin at a cache line, so that no vector of them spans two.
+#[repr(C, align(64))]
 pub(super) struct Decoded {
-    codes: [[f32; CHUNK]; TILE],
-    factors: [[Factors; CHUNK / GROUP]; TILE],
+    codes: [[[f32; BLOCK]; CHUNK / BLOCK]; TILE],
+    scales: [[f32; CHUNK / BLOCK]; TILE],
+    minima: [[[f32; BLOCKS]; CHUNK / GROUP]; TILE],
 }
 
 impl Decoded {
     pub(super) fn new() -> Self {
         Self {
-            codes: [[0.0; CHUNK]; TILE],
-            factors: [[NO_FACTORS; CHUNK / GROUP]; TILE],
+            codes: [[[0.0; BLOCK]; CHUNK / BLOCK]; TILE],
+            scales: [[1.0; CHUNK / BLOCK]; TILE],
+            minima: [[[0.0; BLOCKS]; CHUNK / GROUP]; TILE],
         }
     }
 
@@ -269,19 +354,26 @@ impl Decoded {
         slot: usize,
         [output, input, length]: [usize; 3],
     ) {
-        for group in 0..length.div_ceil(GROUP) {
-            let at = group * GROUP;
-            let count = BLOCKS.min((length - at) / BLOCK);
-            let factors = blocks.factors(output, input + at, count);
-            let codes = &mut self.codes[slot][at..at + count * BLOCK];
-            for (index, to) in codes.chunks_exact_mut(BLOCK).enumerate() {
-                let loaded = blocks.load::<S>(output, input + at + index * BLOCK, &factors);
+        for first in (0..length / BLOCK).step_by(BLOCKS) {
+            let count = BLOCKS.min(length / BLOCK - first);
+            let group = blocks.group(output, input + first * BLOCK, count);
+            let factors = B::factors(group);
+            for block in 0..count {
+                let loaded = B::load::<S>(group, &factors, block);
+                let to = &mut self.codes[slot][first + block];
                 for (v, to) in loaded.into_iter().zip(to.chunks_exact_mut(S::LANES)) {
                     // SAFETY: `to` has as many elements as the vector.
                     unsafe { S::store(to.as_mut_ptr(), v) };
                 }
+                if B::HAS_SCALE {
+                    let scale = B::scale::<S>(group, &factors, block);
+                    // SAFETY: one element is written.
+                    unsafe { S::store_first(&raw mut self.scales[slot][first + block], scale, 1) };
+                }
             }
-            self.factors[slot][group] = factors;
+            if B::HAS_MIN {
+                self.minima[slot][first / BLOCKS] = B::minima(group, &factors);
+            }
         }
     }
 
@@ -309,23 +401,39 @@ impl<B> Clone for DecodedBlocks<'_, B> {
 
 impl<B> Copy for DecodedBlocks<'_, B> {}
 
-impl<B: WeightBlocks> WeightBlocks for DecodedBlocks<'_, B> {
+impl<'a, B: WeightBlocks> WeightBlocks for DecodedBlocks<'a, B> {
     const HAS_SCALE: bool = B::HAS_SCALE;
     const HAS_MIN: bool = B::HAS_MIN;
+    /// Codes, scales and minima.
+    type Group = (&'a [[f32; BLOCK]], &'a [f32], &'a [f32; BLOCKS]);
+    type Factors = ();
 
-    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
-    fn load<S: Simd>(self, output: usize, input: usize, _: &Factors) -> [S::V; VECTORS] {
-        let block = &self.decoded.codes[output][input..][..BLOCK];
-        // SAFETY: the vectors of a block are inside it.
-        vectors!(S, at => unsafe { S::load(block.as_ptr().add(at)) })
+    fn group(self, output: usize, input: usize, count: usize) -> Self::Group {
+        let first = input / BLOCK;
+        let codes = &self.decoded.codes[output][first..][..count];
+        let scales = &self.decoded.scales[output][first..][..count];
+        (codes, scales, &self.decoded.minima[output][input / GROUP])
     }
     #[inline(always)]
-    fn factors(self, output: usize, input: usize, _: usize) -> Factors {
-        self.decoded.factors[output][input / GROUP]
+    fn factors(_: Self::Group) {}
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load<S: Simd>((codes, ..): Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
+        let codes = &codes[block];
+        // SAFETY: the vectors of a block are inside it.
+        vectors!(S, at => unsafe { S::load(codes.as_ptr().add(at)) })
+    }
+    #[inline(always)]
+    fn scale<S: Simd>((_, scales, _): Self::Group, (): &(), block: usize) -> S::V {
+        S::splat(scales[block])
+    }
+    #[inline(always)]
+    fn minima((.., minima): Self::Group, (): &()) -> [f32; BLOCKS] {
+        *minima
     }
     #[inline(always)]
     fn number(self, output: usize, input: usize) -> f32 {
-        self.decoded.codes[output][input]
+        self.decoded.codes[output][input / BLOCK][input % BLOCK]
     }
 }

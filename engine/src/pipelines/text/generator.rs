@@ -2,6 +2,7 @@
 
 use super::sampling_params::SamplingParams;
 use super::text_stream::TextStream;
+use crate::device::threads::without_sleep;
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{CausalLm, KeyValueCache, TextTokenizer};
 use crate::rng::generator_for;
@@ -94,6 +95,20 @@ pub trait TextEvents {
 /// # Errors
 /// When a prompt is empty or fills the model's context, the logits are not numbers, the device fails, or of `events`.
 pub fn generate_texts(
+    model: &CausalLm,
+    tokenizer: &TextTokenizer,
+    settings: &TextSettings,
+    requests: &[TextRequest],
+    events: &mut dyn TextEvents,
+) -> Result<bool> {
+    match model.device() {
+        // A token of a small model is hundreds of short operations.
+        Device::Cpu => without_sleep(|| generate_all(model, tokenizer, settings, requests, events)),
+        Device::Cuda(_) | Device::Metal(_) => generate_all(model, tokenizer, settings, requests, events),
+    }
+}
+
+fn generate_all(
     model: &CausalLm,
     tokenizer: &TextTokenizer,
     settings: &TextSettings,

@@ -40,7 +40,7 @@ impl SelectedParts {
         match role {
             PartRole::Denoiser => self.denoiser,
             PartRole::TextEncoder => self.text_encoders,
-            PartRole::Codec => false,
+            PartRole::Codec | PartRole::LanguageModel => false,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A language model whose weights stay in their files, with the changes of a LoRA.
 
-use super::super::language_model_part::language_model_part;
-use crate::adapters::{LoadedAdapter, load_lora};
+use super::super::language_model_part::load_language_model_lora;
+use crate::adapters::LoadedAdapter;
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{CausalLm, CausalLmOptions};
 use crate::nn::{LayerMut, LowRank, VisitLayers as _};
@@ -48,15 +48,7 @@ impl MergedModel {
     fn add_lora(&mut self, path: &Path, strength: f64) -> Result<()> {
         // Adapters are attached to a copy, which shares all weights.
         let mut adapted = self.decoder.clone();
-        let loaded = load_lora(&mut [language_model_part(&mut adapted)], path, strength)?;
-        if let Some(first) = loaded.unknown.first() {
-            return Err(EngineError::bad_input(format!(
-                "{}: {} of its tensors belong to no linear layer of this model's blocks, such as `{first}`, so the merged model would lack \
-                 what they change: use a LoRA of this model with adapters of such layers alone",
-                path.display(),
-                loaded.unknown.len()
-            )));
-        }
+        let loaded = load_language_model_lora(&mut adapted, path, strength)?;
         let changes = &mut self.changes;
         let refuse = |name: &str| {
             EngineError::bad_input(format!(

@@ -9,9 +9,8 @@ mod results;
 mod tests;
 
 use super::context::{Context, artifact_name};
-use super::language_model_part::language_model_part;
+use super::language_model_part::load_language_model_lora;
 use super::rate::Progress;
-use crate::adapters::load_lora;
 use crate::device;
 use crate::device::allocator::FreedMemory;
 use crate::error::{EngineError, Result};
@@ -71,7 +70,7 @@ pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()>
     };
     let mut model = CausalLm::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
     if let Some(lora) = &process.model.lora_path {
-        load_lora(&mut [language_model_part(&mut model)], &cx.local_path(lora)?, 1.0)?;
+        load_language_model_lora(&mut model, &cx.local_path(lora)?, 1.0)?;
     }
     read_requests(process, cx).map(drop)
 }
@@ -80,7 +79,7 @@ pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()>
 fn attach_lora(process: &LmGenerateProcess, model: &mut CausalLm, cx: &mut Context<'_>) -> Result<()> {
     if let Some(lora) = &process.model.lora_path {
         let path = cx.local_path(lora)?;
-        let loaded = load_lora(&mut [language_model_part(model)], &path, process.model.lora_weight)?;
+        let loaded = load_language_model_lora(model, &path, process.model.lora_weight)?;
         cx.log_loaded_lora(&path, &loaded);
     }
     Ok(())

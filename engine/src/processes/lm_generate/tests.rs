@@ -42,9 +42,14 @@ impl EventSink for Events {
 
 /// Runs a job with these lines of its `generate` section.
 fn run_job(root: &Path, generate: &str, texts_until_stop: usize) -> (Outcome, Vec<ChildEvent>) {
+    run_model(root, "", generate, texts_until_stop)
+}
+
+/// Runs a job with these lines of its `model` section too.
+fn run_model(root: &Path, model: &str, generate: &str, texts_until_stop: usize) -> (Outcome, Vec<ChildEvent>) {
     let text = format!(
         "job: generate\nconfig:\n  name: texts\n  process:\n    - type: lm_generate\n      output_folder: {0}\n      model:\n        \
-         name_or_path: {0}/model\n        dtype: float32\n      generate:\n{generate}",
+         name_or_path: {0}/model\n        dtype: float32\n{model}      generate:\n{generate}",
         root.display()
     );
     let loaded = job::parse(&text, Format::Yaml, None, &LoadOptions::default()).unwrap();
@@ -195,6 +200,37 @@ fn what_does_not_fit_is_refused_before_the_weights_are_read() {
     assert!(failure(root.path(), short).contains("or a .gguf file"));
     std::fs::remove_file(&model).unwrap();
     assert!(failure(root.path(), short).contains("folder of a language model"));
+}
+
+/// A tensor of a LoRA that belongs to no layer is not ignored: the texts would be others.
+#[test]
+fn an_adapter_of_other_layers_is_refused() {
+    use candle_core::{DType, Device, Tensor};
+    let root = workspace();
+    let lora = root.path().join("lora.safetensors");
+    let width = 32;
+    let write = |modules: &[&str]| {
+        let zeros = |shape: (usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+        let tensors = modules.iter().flat_map(|module| {
+            let name = |side: &str| format!("base_model.model.{module}.lora_{side}.weight");
+            [(name("A"), zeros((2, width))), (name("B"), zeros((width, 2)))]
+        });
+        candle_core::safetensors::save(&tensors.collect(), &lora).unwrap();
+    };
+    let generate = "        prompts: [a]\n        max_new_tokens: 2\n";
+    let run = || {
+        let text = format!("        lora_path: {}\n", lora.display());
+        run_model(root.path(), &text, generate, usize::MAX)
+    };
+    write(&["model.layers.0.self_attn.o_proj"]);
+    assert!(matches!(run().0, Outcome::Completed));
+    write(&["model.layers.0.self_attn.o_proj", "lm_head"]);
+    match run().0 {
+        Outcome::Failed { message, .. } => {
+            assert!(message.contains("lm_head") && message.contains("lack"), "{message}")
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 in_portable_mode! {

@@ -62,7 +62,7 @@ fn trained_parts<'a>(process: &TrainerProcess, model: &'a mut dyn Model) -> Vec<
     parts.retain(|part| match part.role {
         PartRole::TextEncoder => process.train.train_text_encoder,
         PartRole::Denoiser => process.train.train_unet,
-        PartRole::Codec => false,
+        PartRole::Codec | PartRole::LanguageModel => false,
     });
     parts
 }

@@ -9,7 +9,7 @@ use super::tokenizer_export;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::nn::Activation;
-use crate::weights::{GgufLayout, GgufValue, RowOrder};
+use crate::weights::{GgufLayout, GgufValue, RowOrder, gguf_type_name};
 use aitk_common::job::lm_export::LmExportType;
 use candle_core::quantized::GgmlDType;
 use candle_core::{Device, Tensor};
@@ -71,7 +71,7 @@ impl GgufExport {
     pub fn types(&self) -> Vec<(String, usize)> {
         let mut types: Vec<(String, usize)> = Vec::new();
         for (_, dtype, _) in self.layout.tensors() {
-            let name = type_name(dtype);
+            let name = gguf_type_name(dtype);
             match types.iter_mut().find(|(known, _)| known == name) {
                 Some((_, count)) => *count += 1,
                 None => types.push((name.to_owned(), 1)),
@@ -196,18 +196,6 @@ fn file_type(dtype: LmExportType) -> u32 {
         LmExportType::Q8_0 => 7,
         LmExportType::Q4K => 15,
         LmExportType::BF16 => 32,
-    }
-}
-
-fn type_name(dtype: GgmlDType) -> &'static str {
-    match dtype {
-        GgmlDType::F32 => "f32",
-        GgmlDType::F16 => "f16",
-        GgmlDType::BF16 => "bf16",
-        GgmlDType::Q8_0 => "q8_0",
-        GgmlDType::Q6K => "q6_k",
-        GgmlDType::Q4K => "q4_k",
-        _ => "other",
     }
 }
 

@@ -90,6 +90,16 @@ fn with_transformers_names(index: Index, config: &CausalLmConfig) -> std::result
             architecture(config.family)
         ));
     }
+    let beyond = index
+        .tensors()
+        .find(|(name, _)| block_number(name).is_some_and(|number| number >= config.layers));
+    if let Some((name, _)) = beyond {
+        return Err(format!(
+            "it has the tensor `{name}`, and its `{}.block_count` is {}: expected the number of its blocks",
+            architecture(config.family),
+            config.layers
+        ));
+    }
     let reordered = index.views(|name, _| {
         let found = name_of(name).and_then(|name| {
             let order = row_order(config, &name)?;
@@ -102,6 +112,11 @@ fn with_transformers_names(index: Index, config: &CausalLmConfig) -> std::result
         row_order(config, &name).is_none().then(|| (name, shape.to_vec()))
     });
     Ok(same.merged(reordered))
+}
+
+/// The number of the block that a tensor belongs to.
+fn block_number(name: &str) -> Option<usize> {
+    name.strip_prefix("blk.")?.split_once('.')?.0.parse().ok()
 }
 
 /// The config of a file. `factors`: what the frequencies are divided by.

@@ -221,6 +221,31 @@ fn what_llama_cpp_does_not_compute_is_refused() {
 }
 
 #[test]
+fn blocks_beyond_the_number_of_the_metadata_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write_model(dir.path(), &config("llama"));
+    write_tokenizer(dir.path(), VOCABULARY);
+    let file = dir.path().join("a.gguf");
+    export(dir.path(), &file, LmExportType::F32);
+    assert!(CausalLm::load(&file, &CausalLmOptions::cpu()).is_ok());
+    let mut bytes = std::fs::read(&file).unwrap();
+    // The key is followed by the number of its type, 4, and its value.
+    let key = b"llama.block_count";
+    let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4;
+    assert!(bytes[at] > 1, "{}", bytes[at]);
+    bytes[at] -= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let error = CausalLm::load(&file, &CausalLmOptions::cpu())
+        .map(drop)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("`blk.") && error.contains("`llama.block_count` is"),
+        "{error}"
+    );
+}
+
+#[test]
 fn other_files_are_refused_with_a_reason() {
     use crate::weights::{GgufLayout, GgufValue};
     use candle_core::quantized::GgmlDType;
