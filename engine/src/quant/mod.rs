@@ -28,7 +28,7 @@ use std::sync::Arc;
 
 pub use codes::Code;
 pub(crate) use halves::{HalfFormat, f16_to_f32};
-pub(crate) use stored_rows::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, StoredFormat, StoredRows, q4_k_factors, q6_k_scales};
+pub(crate) use stored_rows::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, StoredFormat, StoredRows, q4_k_codes, q6_k_codes};
 
 /// A quantised weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]`.
 pub struct Quantized {

@@ -149,38 +149,34 @@ fn read_q8_0(block: &[u8; Q8_0_BYTES], to: &mut [f32; 32]) {
     }
 }
 
-/// The scales and the minima of the eight parts of 32 weights of a block of `q4_k`: a weight is its code times the scale, less the minimum.
-/// Part `2 n` has the low four bits of the `n`-th 32 bytes of codes, part `2 n + 1` the high ones.
+/// The codes of the scales of the eight parts of 32 weights of a block of `q4_k`, and those of their minima. A weight is its code times the
+/// first scale of the block and the code of the part's scale, less the second scale times the code of its minimum. Part `2 n` has the low four
+/// bits of the `n`-th 32 bytes of codes, part `2 n + 1` the high ones.
 #[inline(always)]
-pub(crate) fn q4_k_factors(block: &[u8; Q4_K_BYTES]) -> [[f32; 8]; 2] {
+pub(crate) fn q4_k_codes(block: &[u8; Q4_K_BYTES]) -> [u8; 16] {
     let word = |at: usize| u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]]);
     // 6 bits each. Those of the last four parts are in two places: four bits in the last word, and the high two bits of the first words.
     let (scales, minima, rest) = (word(4), word(8), word(12));
-    let join = |first: u32, low: u32| {
-        let [a, b, c, d] = (first & 0x3F3F_3F3F).to_le_bytes();
-        let [e, f, g, h] = ((low & 0x0F0F_0F0F) | (first >> 6 & 0x0303_0303) << 4).to_le_bytes();
-        [a, b, c, d, e, f, g, h]
-    };
-    let (scale, min) = (f16_to_f32(block[0], block[1]), f16_to_f32(block[2], block[3]));
-    let mut factors = [[0f32; 8]; 2];
-    for (factors, (codes, scale)) in factors
-        .iter_mut()
-        .zip([(join(scales, rest), scale), (join(minima, rest >> 4), min)])
-    {
-        for (to, code) in factors.iter_mut().zip(codes) {
-            *to = f32::from(code) * scale;
-        }
-    }
-    factors
+    let high = |first: u32, low: u32| (low & 0x0F0F_0F0F) | (first >> 2 & 0x3030_3030);
+    let codes = [
+        scales & 0x3F3F_3F3F,
+        high(scales, rest),
+        minima & 0x3F3F_3F3F,
+        high(minima, rest >> 4),
+    ];
+    let [first, second, third, last] = codes.map(u128::from);
+    (first | second << 32 | third << 64 | last << 96).to_le_bytes()
 }
 
 #[inline(always)]
 fn read_q4_k(block: &[u8; Q4_K_BYTES], to: &mut [f32; 256]) {
-    let [scales, minima] = q4_k_factors(block);
+    let codes_of_factors = q4_k_codes(block);
+    let (scale_of_scales, scale_of_minima) = (f16_to_f32(block[0], block[1]), f16_to_f32(block[2], block[3]));
     let (codes, _) = block[16..].as_chunks::<32>();
     let (parts, _) = to.as_chunks_mut::<32>();
     for (part, to) in parts.iter_mut().enumerate() {
-        let (scale, min) = (scales[part], minima[part]);
+        let scale = scale_of_scales * f32::from(codes_of_factors[part]);
+        let min = scale_of_minima * f32::from(codes_of_factors[8 + part]);
         for (to, code) in to.iter_mut().zip(&codes[part / 2]) {
             let code = if part % 2 == 0 { code & 15 } else { code >> 4 };
             *to = scale * f32::from(code) - min;
@@ -188,15 +184,12 @@ fn read_q4_k(block: &[u8; Q4_K_BYTES], to: &mut [f32; 256]) {
     }
 }
 
-/// The scales of the 16 parts of 16 weights of a block of `q6_k`: a weight is its code less 32, times the scale.
+/// The codes of the scales of the 16 parts of 16 weights of a block of `q6_k`, signed bytes: a weight is its code less 32, times that of its part and
+/// the scale of the block.
 #[inline(always)]
-pub(crate) fn q6_k_scales(block: &[u8; Q6_K_BYTES]) -> [f32; 16] {
-    let scale = f16_to_f32(block[208], block[209]);
-    let mut scales = [0f32; 16];
-    for (to, code) in scales.iter_mut().zip(&block[192..208]) {
-        *to = scale * f32::from(code.cast_signed());
-    }
-    scales
+pub(crate) fn q6_k_codes(block: &[u8; Q6_K_BYTES]) -> &[u8; 16] {
+    let (parts, _) = block[192..].as_chunks();
+    &parts[0]
 }
 
 #[inline(always)]

@@ -254,7 +254,12 @@ impl TensorFile {
     }
 
     fn unsupported_error(&self, name: &str, stored_tensor: &StoredTensor) -> EngineError {
-        let type_in_file = match &stored_tensor.storage {
+        self.type_error(name, &stored_tensor.storage)
+    }
+
+    /// The error of a tensor whose type is not read.
+    pub(super) fn type_error(&self, name: &str, storage: &StorageType) -> EngineError {
+        let type_in_file = match storage {
             StorageType::Unsupported(type_name) => type_name,
             StorageType::Bytes => "U8",
             _ => "I8",

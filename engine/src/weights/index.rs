@@ -269,6 +269,18 @@ impl Index {
         )))
     }
 
+    /// Checks that each tensor is stored in a type that is read.
+    ///
+    /// # Errors
+    /// When one is not: the error names it and its type.
+    pub(crate) fn check_types(&self) -> Result<()> {
+        let unknown = |entry: &&Entry| matches!(entry.storage, StorageType::Unsupported(_));
+        match self.entries.values().find(unknown) {
+            None => Ok(()),
+            Some(entry) => Err(self.files[entry.location.file].type_error(&entry.location.name, &entry.storage)),
+        }
+    }
+
     /// Checks that no float8 matrix lacks its scale in a file whose float8 weights have scales: without it, it would be read as numbers that
     /// are too large or too small. Tables of embeddings have none (ComfyUI scales linear layers only).
     ///

@@ -98,8 +98,8 @@ pub(super) fn find_record_files(root: &Path, files: &[PathBuf], split: Option<Sp
     let has = |ending: &str| paths.iter().any(|(path, _)| has_ending(path, ending));
     // Beside Parquet and JSONL, files in JSON describe.
     let endings: &[&str] = match (has("parquet"), has("jsonl")) {
-        (true, true) => &["parquet", "jsonl"],
-        (true, false) => &["parquet"],
+        (true, true) if card.is_none() => &["parquet", "jsonl"],
+        (true, _) => &["parquet"],
         (false, true) => &["jsonl"],
         (false, false) if card.is_some() => &["json"],
         (false, false) => return Ok(None),
@@ -120,9 +120,8 @@ pub(super) fn find_record_files(root: &Path, files: &[PathBuf], split: Option<Sp
         return Ok(None);
     }
     let bad = |problem: String| EngineError::bad_input(format!("{}: {problem}", root.display()));
-    let is_chosen = split.is_none() || card.as_ref().is_some_and(|card| !card.configs.is_empty());
     if let [_, _] = endings
-        && !is_chosen
+        && split.is_some()
     {
         // They may be the same records twice.
         return Err(bad(format!(

@@ -189,8 +189,10 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
     sums: &[f32],
 ) -> [f32; N] {
     let vectors = BLOCK / S::LANES;
-    let mut even = [S::splat(0.0); N];
-    let mut odd = even;
+    let zero = [S::splat(0.0); N];
+    let (mut even, mut odd) = (zero, zero);
+    // The sums of the groups so far, times their scales.
+    let mut groups_before = zero;
     let mut minima = [[0f32; BLOCKS]; N];
     for (index, x) in x.chunks(GROUP).enumerate() {
         let x = x.as_chunks::<BLOCK>().0;
@@ -202,7 +204,7 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
         }
         let mut factors = [B::Factors::default(); N];
         for (factors, group) in factors.iter_mut().zip(groups) {
-            *factors = B::factors(group);
+            *factors = B::factors::<S>(group);
         }
         if B::HAS_MIN {
             let sums = &sums.as_chunks::<BLOCKS>().0[index];
@@ -241,10 +243,24 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
                 }
             }
         }
+        if B::HAS_GROUP_SCALE {
+            for output in 0..N {
+                let total = match B::HAS_SCALE {
+                    true => even[output],
+                    false => S::add(even[output], odd[output]),
+                };
+                groups_before[output] = S::mul_add(B::group_scale::<S>(groups[output]), total, groups_before[output]);
+            }
+            (even, odd) = (zero, zero);
+        }
     }
     let mut products = [0f32; N];
     for output in 0..N {
-        products[output] = sum::<S>(S::add(even[output], odd[output]));
+        let total = match B::HAS_GROUP_SCALE {
+            true => groups_before[output],
+            false => S::add(even[output], odd[output]),
+        };
+        products[output] = sum::<S>(total);
         if B::HAS_MIN {
             products[output] -= minima[output].iter().sum::<f32>();
         }

@@ -1,7 +1,7 @@
 //! Blocks of 32 weights of a row in each stored form, as vectors.
 
 use crate::nn::cpu::Simd;
-use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_factors, q6_k_scales};
+use crate::quant::{Q4_K_BYTES, Q6_K_BYTES, Q8_0_BYTES, f16_to_f32, q4_k_codes, q6_k_codes};
 
 /// Weights of a block.
 pub(super) const BLOCK: usize = 32;
@@ -22,6 +22,8 @@ pub(super) trait WeightBlocks: Copy {
     const HAS_SCALE: bool;
     /// Whether each block has a minimum, which is subtracted. Groups of such blocks are whole.
     const HAS_MIN: bool;
+    /// Whether each group has a scale.
+    const HAS_GROUP_SCALE: bool;
     /// Up to `BLOCKS` stored blocks of a row.
     type Group: Copy;
     /// What is computed once for a group.
@@ -33,7 +35,12 @@ pub(super) trait WeightBlocks: Copy {
     #[inline(always)]
     fn prefetch<S: Simd>(self, _group: Self::Group) {}
     /// The factors of a group.
-    fn factors(group: Self::Group) -> Self::Factors;
+    fn factors<S: Simd>(group: Self::Group) -> Self::Factors;
+    /// The scale of a group, in every lane.
+    #[inline(always)]
+    fn group_scale<S: Simd>(_group: Self::Group) -> S::V {
+        S::splat(1.0)
+    }
     /// The codes of a block of a group. `S` has its vectors in the first `BLOCK / S::LANES` elements.
     fn load<S: Simd>(group: Self::Group, factors: &Self::Factors, block: usize) -> [S::V; VECTORS];
     /// The scale of a block of a group, in every lane.
@@ -79,6 +86,22 @@ fn prefetch<S: Simd>(from: *const u8, distance: usize, length: usize) {
     }
 }
 
+/// Bytes as floats.
+#[expect(unsafe_code, reason = "loads and stores of vectors take raw pointers")]
+#[inline(always)]
+fn floats<S: Simd>(bytes: &[u8; 2 * BLOCKS], is_signed: bool) -> [f32; 2 * BLOCKS] {
+    let mut floats = [0f32; 2 * BLOCKS];
+    for at in (0..2 * BLOCKS).step_by(S::LANES) {
+        // SAFETY: no vector has more lanes than there are numbers, which are a multiple of them.
+        unsafe {
+            let from = bytes.as_ptr().add(at);
+            let v = if is_signed { S::load_i8(from) } else { S::load_u8(from) };
+            S::store(floats.as_mut_ptr().add(at), v);
+        }
+    }
+    floats
+}
+
 /// Numbers in bfloat16.
 #[derive(Clone, Copy)]
 pub(super) struct Bf16Blocks<'a> {
@@ -89,6 +112,7 @@ pub(super) struct Bf16Blocks<'a> {
 impl<'a> WeightBlocks for Bf16Blocks<'a> {
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    const HAS_GROUP_SCALE: bool = false;
     type Group = &'a [[[u8; 2]; BLOCK]];
     type Factors = ();
 
@@ -101,7 +125,7 @@ impl<'a> WeightBlocks for Bf16Blocks<'a> {
         prefetch::<S>(group.as_ptr().cast(), TILE * self.inputs * 2, GROUP * 2);
     }
     #[inline(always)]
-    fn factors(_: Self::Group) {}
+    fn factors<S: Simd>(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
     fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
@@ -126,6 +150,7 @@ pub(super) struct F16Blocks<'a> {
 impl<'a> WeightBlocks for F16Blocks<'a> {
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    const HAS_GROUP_SCALE: bool = false;
     type Group = &'a [[[u8; 2]; BLOCK]];
     type Factors = ();
 
@@ -138,7 +163,7 @@ impl<'a> WeightBlocks for F16Blocks<'a> {
         prefetch::<S>(group.as_ptr().cast(), TILE * self.inputs * 2, GROUP * 2);
     }
     #[inline(always)]
-    fn factors(_: Self::Group) {}
+    fn factors<S: Simd>(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
     fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
@@ -164,6 +189,7 @@ pub(super) struct Int8Blocks<'a> {
 impl<'a> WeightBlocks for Int8Blocks<'a> {
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    const HAS_GROUP_SCALE: bool = false;
     type Group = &'a [[u8; BLOCK]];
     type Factors = ();
 
@@ -176,7 +202,7 @@ impl<'a> WeightBlocks for Int8Blocks<'a> {
         prefetch::<S>(group.as_ptr().cast(), TILE * self.inputs, GROUP);
     }
     #[inline(always)]
-    fn factors(_: Self::Group) {}
+    fn factors<S: Simd>(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
     fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
@@ -205,6 +231,7 @@ pub(super) struct Q8Blocks<'a> {
 impl<'a> WeightBlocks for Q8Blocks<'a> {
     const HAS_SCALE: bool = true;
     const HAS_MIN: bool = false;
+    const HAS_GROUP_SCALE: bool = false;
     type Group = &'a [[u8; Q8_0_BYTES]];
     type Factors = ();
 
@@ -221,7 +248,7 @@ impl<'a> WeightBlocks for Q8Blocks<'a> {
         );
     }
     #[inline(always)]
-    fn factors(_: Self::Group) {}
+    fn factors<S: Simd>(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
     fn load<S: Simd>(group: Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
@@ -246,9 +273,10 @@ pub(super) struct Q4KBlocks<'a> {
 impl<'a> WeightBlocks for Q4KBlocks<'a> {
     const HAS_SCALE: bool = true;
     const HAS_MIN: bool = true;
+    const HAS_GROUP_SCALE: bool = true;
     type Group = &'a [u8; Q4_K_BYTES];
-    /// The scales and the minima of the blocks.
-    type Factors = [[f32; BLOCKS]; 2];
+    /// The codes of the scales of the blocks, and those of their minima.
+    type Factors = [f32; 2 * BLOCKS];
 
     #[inline(always)]
     fn group(self, output: usize, input: usize, _: usize) -> Self::Group {
@@ -259,8 +287,12 @@ impl<'a> WeightBlocks for Q4KBlocks<'a> {
         prefetch::<S>(group.as_ptr(), TILE * self.per_row * Q4_K_BYTES, Q4_K_BYTES);
     }
     #[inline(always)]
-    fn factors(group: Self::Group) -> Self::Factors {
-        q4_k_factors(group)
+    fn factors<S: Simd>(group: Self::Group) -> Self::Factors {
+        floats::<S>(&q4_k_codes(group), false)
+    }
+    #[inline(always)]
+    fn group_scale<S: Simd>(group: Self::Group) -> S::V {
+        S::splat_f16([group[0], group[1]])
     }
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
@@ -274,12 +306,17 @@ impl<'a> WeightBlocks for Q4KBlocks<'a> {
         }
     }
     #[inline(always)]
-    fn scale<S: Simd>(_: Self::Group, [scales, _]: &Self::Factors, block: usize) -> S::V {
-        S::splat(scales[block])
+    fn scale<S: Simd>(_: Self::Group, codes: &Self::Factors, block: usize) -> S::V {
+        S::splat(codes[block])
     }
     #[inline(always)]
-    fn minima(_: Self::Group, [_, minima]: &Self::Factors) -> [f32; BLOCKS] {
-        *minima
+    fn minima(group: Self::Group, codes: &Self::Factors) -> [f32; BLOCKS] {
+        let scale = f16_to_f32(group[2], group[3]);
+        let mut minima = [0f32; BLOCKS];
+        for block in 0..BLOCKS {
+            minima[block] = scale * codes[BLOCKS + block];
+        }
+        minima
     }
 }
 
@@ -295,8 +332,9 @@ impl<'a> WeightBlocks for Q6KBlocks<'a> {
     // A scale is for 16 weights, half a block: it is part of the loaded numbers.
     const HAS_SCALE: bool = false;
     const HAS_MIN: bool = false;
+    const HAS_GROUP_SCALE: bool = true;
     type Group = &'a [u8; Q6_K_BYTES];
-    /// The scales of every 16 weights.
+    /// The codes of the scales of every 16 weights.
     type Factors = [f32; 2 * BLOCKS];
 
     #[inline(always)]
@@ -308,8 +346,12 @@ impl<'a> WeightBlocks for Q6KBlocks<'a> {
         prefetch::<S>(group.as_ptr(), TILE * self.per_row * Q6_K_BYTES, Q6_K_BYTES);
     }
     #[inline(always)]
-    fn factors(group: Self::Group) -> Self::Factors {
-        q6_k_scales(group)
+    fn factors<S: Simd>(group: Self::Group) -> Self::Factors {
+        floats::<S>(q6_k_codes(group), true)
+    }
+    #[inline(always)]
+    fn group_scale<S: Simd>(group: Self::Group) -> S::V {
+        S::splat_f16([group[208], group[209]])
     }
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
@@ -334,6 +376,7 @@ pub(super) struct Decoded {
     codes: [[[f32; BLOCK]; CHUNK / BLOCK]; TILE],
     scales: [[f32; CHUNK / BLOCK]; TILE],
     minima: [[[f32; BLOCKS]; CHUNK / GROUP]; TILE],
+    group_scales: [[f32; CHUNK / GROUP]; TILE],
 }
 
 impl Decoded {
@@ -342,6 +385,7 @@ impl Decoded {
             codes: [[[0.0; BLOCK]; CHUNK / BLOCK]; TILE],
             scales: [[1.0; CHUNK / BLOCK]; TILE],
             minima: [[[0.0; BLOCKS]; CHUNK / GROUP]; TILE],
+            group_scales: [[1.0; CHUNK / GROUP]; TILE],
         }
     }
 
@@ -357,7 +401,7 @@ impl Decoded {
         for first in (0..length / BLOCK).step_by(BLOCKS) {
             let count = BLOCKS.min(length / BLOCK - first);
             let group = blocks.group(output, input + first * BLOCK, count);
-            let factors = B::factors(group);
+            let factors = B::factors::<S>(group);
             for block in 0..count {
                 let loaded = B::load::<S>(group, &factors, block);
                 let to = &mut self.codes[slot][first + block];
@@ -370,6 +414,16 @@ impl Decoded {
                     // SAFETY: one element is written.
                     unsafe { S::store_first(&raw mut self.scales[slot][first + block], scale, 1) };
                 }
+            }
+            if B::HAS_GROUP_SCALE {
+                // SAFETY: one element is written.
+                unsafe {
+                    S::store_first(
+                        &raw mut self.group_scales[slot][first / BLOCKS],
+                        B::group_scale::<S>(group),
+                        1,
+                    )
+                };
             }
             if B::HAS_MIN {
                 self.minima[slot][first / BLOCKS] = B::minima(group, &factors);
@@ -404,8 +458,9 @@ impl<B> Copy for DecodedBlocks<'_, B> {}
 impl<'a, B: WeightBlocks> WeightBlocks for DecodedBlocks<'a, B> {
     const HAS_SCALE: bool = B::HAS_SCALE;
     const HAS_MIN: bool = B::HAS_MIN;
-    /// Codes, scales and minima.
-    type Group = (&'a [[f32; BLOCK]], &'a [f32], &'a [f32; BLOCKS]);
+    const HAS_GROUP_SCALE: bool = B::HAS_GROUP_SCALE;
+    /// Codes, scales, minima, and the scale of the group.
+    type Group = (&'a [[f32; BLOCK]], &'a [f32], &'a [f32; BLOCKS], f32);
     type Factors = ();
 
     #[inline(always)]
@@ -413,10 +468,16 @@ impl<'a, B: WeightBlocks> WeightBlocks for DecodedBlocks<'a, B> {
         let first = input / BLOCK;
         let codes = &self.decoded.codes[output][first..][..count];
         let scales = &self.decoded.scales[output][first..][..count];
-        (codes, scales, &self.decoded.minima[output][input / GROUP])
+        let group = input / GROUP;
+        (
+            codes,
+            scales,
+            &self.decoded.minima[output][group],
+            self.decoded.group_scales[output][group],
+        )
     }
     #[inline(always)]
-    fn factors(_: Self::Group) {}
+    fn factors<S: Simd>(_: Self::Group) {}
     #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
     #[inline(always)]
     fn load<S: Simd>((codes, ..): Self::Group, (): &(), block: usize) -> [S::V; VECTORS] {
@@ -425,11 +486,15 @@ impl<'a, B: WeightBlocks> WeightBlocks for DecodedBlocks<'a, B> {
         vectors!(S, at => unsafe { S::load(codes.as_ptr().add(at)) })
     }
     #[inline(always)]
-    fn scale<S: Simd>((_, scales, _): Self::Group, (): &(), block: usize) -> S::V {
+    fn scale<S: Simd>((_, scales, ..): Self::Group, (): &(), block: usize) -> S::V {
         S::splat(scales[block])
     }
     #[inline(always)]
-    fn minima((.., minima): Self::Group, (): &()) -> [f32; BLOCKS] {
+    fn group_scale<S: Simd>((.., scale): Self::Group) -> S::V {
+        S::splat(scale)
+    }
+    #[inline(always)]
+    fn minima((_, _, minima, _): Self::Group, (): &()) -> [f32; BLOCKS] {
         *minima
     }
     #[inline(always)]

@@ -51,7 +51,7 @@ fn bad_input_is_refused_with_its_place() {
         (
             "[]\n[5]\n",
             "nothing to train on",
-            "documents of fewer than two tokens, in which nothing can be predicted, are left out: 2",
+            "documents of fewer than two tokens, or such ends of longer ones, in which nothing can be predicted, are left out: 2",
         ),
     ] {
         std::fs::write(&data, text).unwrap();

@@ -31,6 +31,7 @@ impl GgufModel {
     pub(in super::super) fn open(path: &Path) -> Result<Self> {
         let metadata = Metadata::read(path)?;
         let index = Index::open(path)?;
+        index.check_types()?;
         let refuse = |reason: String| EngineError::WeightsFile {
             path: path.to_path_buf(),
             reason,

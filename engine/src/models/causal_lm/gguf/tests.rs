@@ -221,7 +221,7 @@ fn what_llama_cpp_does_not_compute_is_refused() {
 }
 
 #[test]
-fn blocks_beyond_the_number_of_the_metadata_are_refused() {
+fn blocks_beyond_their_number_and_types_that_are_not_read_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &config("llama"));
     write_tokenizer(dir.path(), VOCABULARY);
@@ -234,13 +234,30 @@ fn blocks_beyond_the_number_of_the_metadata_are_refused() {
     let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4;
     assert!(bytes[at] > 1, "{}", bytes[at]);
     bytes[at] -= 1;
-    std::fs::write(&file, bytes).unwrap();
+    std::fs::write(&file, &bytes).unwrap();
     let error = CausalLm::load(&file, &CausalLmOptions::cpu())
         .map(drop)
         .unwrap_err()
         .to_string();
     assert!(
         error.contains("`blk.") && error.contains("`llama.block_count` is"),
+        "{error}"
+    );
+    bytes[at] += 1;
+    // After the name: the number of sides, two sides, and the type; 26 are whole numbers of 32 bits. Names and shapes alone show it too.
+    let name = b"token_embd.weight";
+    let kind = bytes.windows(name.len()).position(|window| window == name).unwrap() + name.len() + 20;
+    assert_eq!(bytes[kind], 0);
+    bytes[kind] = 26;
+    let other = dir.path().join("b.gguf");
+    std::fs::write(&other, bytes).unwrap();
+    let shapes_only = CausalLmOptions {
+        shapes_only: true,
+        ..CausalLmOptions::cpu()
+    };
+    let error = CausalLm::load(&other, &shapes_only).map(drop).unwrap_err().to_string();
+    assert!(
+        error.contains("token_embd.weight") && error.contains("supported types"),
         "{error}"
     );
 }
