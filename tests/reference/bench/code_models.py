@@ -1,7 +1,7 @@
-"""Code models beside transformers and peft, and beside llama.cpp where a GGUF file of the model is given: tokens a second, seconds a step.
+"""Code models beside transformers and peft, and beside llama.cpp (`pip install xllamacpp`) with GGUF files: tokens a second, seconds a step.
 
     python3 tests/reference/bench/code_models.py --size 200m --repeat 3
-    python3 tests/reference/bench/code_models.py --size 1b --only decode --formats bfloat16 --gguf model.q8_0.gguf
+    python3 tests/reference/bench/code_models.py --size 1b --only gguf --gguf q8_0,q4_k
 
 Both sides read the same folder: StarCoder2's shape with random weights in bfloat16, its vocabulary of 49,152 tokens, and a tokenizer of bytes.
 They run in turns, each measurement in a process of its own; the table has the median and the range. Decoding is the time of all tokens after the
@@ -67,6 +67,17 @@ def aitk_seconds(program, folder, dtype, prompt, tokens, prompts=1):
     if not found:
         raise SystemExit(f"no time in the output of aitk:\n{log}")
     return float(found[2])
+
+
+def export(program, folder, kind):
+    gguf = folder / f"bench-{kind}.gguf"
+    if not gguf.exists():
+        config = folder / "export.json"
+        process = {
+            "type": "lm_export", "output_folder": str(folder), "model": {"name_or_path": str(folder)}, "save": {"format": "gguf", "dtype": kind}}
+        config.write_text(json.dumps({"job": "mod", "config": {"name": "bench", "process": [process]}}))
+        subprocess.run([program, "run", config], check=True, stdout=subprocess.DEVNULL)
+    return gguf
 
 
 def aitk_step(program, folder, whole, checkpointed, steps):
@@ -148,20 +159,22 @@ def torch_step(folder, kind, steps):
 
 
 def llama_decode(gguf, _, tokens):
-    import time
-
-    from llama_cpp import Llama
-    model = Llama(str(gguf), n_ctx=1024, n_threads=os.cpu_count(), verbose=False)
+    import xllamacpp
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = gguf
+    parameters.n_parallel, parameters.n_ctx = 1, 1024
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = os.cpu_count()
+    server = xllamacpp.Server(parameters)
 
     def run(count):
-        model.reset()
-        start = time.perf_counter()
-        for index, _ in enumerate(model.generate([87] * 8, top_k=1)):
-            if index + 1 == count:
-                return time.perf_counter() - start
-        raise SystemExit("llama.cpp ended the text early")
+        result = server.handle_completions({
+            "prompt": "x" * 8, "n_predict": count, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False})
+        result = json.loads(result) if isinstance(result, str) else result
+        if result["timings"]["predicted_n"] != count:
+            raise SystemExit("llama.cpp ended the text early")
+        return result["timings"]["predicted_per_token_ms"] / 1000
     run(4)
-    return (run(tokens) - run(1)) / (tokens - 1)
+    return run(tokens)
 
 
 CHILDREN = {f.__name__: f for f in (torch_decode, torch_prefill, torch_step, llama_decode)}
@@ -179,14 +192,14 @@ def child(name, *arguments, compiles=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="200m")
-    parser.add_argument("--only", choices=["decode", "prefill", "train"])
+    parser.add_argument("--only", choices=["decode", "gguf", "prefill", "train"])
     parser.add_argument("--formats", default="float32,bfloat16", help="dtypes for decoding")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="measure prefill and training steps of transformers under torch.compile too")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the model is kept; by default a temporary folder")
-    parser.add_argument("--gguf", type=Path, action="append", default=[], help="a GGUF file to decode with, beside llama-cpp-python")
+    parser.add_argument("--gguf", default="f16,q8_0,q4_k", help="types of GGUF files that are exported for decoding beside llama.cpp")
     parser.add_argument("--aitk", default=str(Path(__file__).resolve().parents[3] / "target/release/aitk"))
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -223,8 +236,10 @@ def measure(arguments, folder):
             works[f"decode a token, {dtype}"] = {
                 "aitk": lambda dtype=dtype: decode(folder, dtype),
                 "transformers": lambda dtype=dtype: child("torch_decode", folder, dtype, tokens)}
-        for gguf in arguments.gguf:
-            works[f"decode a token, {gguf.name}"] = {
+    if arguments.only in (None, "gguf"):
+        for kind in arguments.gguf.split(","):
+            gguf = export(aitk, folder, kind)
+            works[f"decode a token, GGUF {kind}"] = {
                 "aitk": lambda gguf=gguf: decode(gguf, "float32"),
                 "llama.cpp": lambda gguf=gguf: child("llama_decode", gguf, "-", tokens)}
     if arguments.only in (None, "prefill"):
