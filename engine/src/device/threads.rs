@@ -31,7 +31,8 @@ pub fn on_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 /// Runs `work` on this thread, while the other threads of the pool look for parallel operations without sleeping in between.
 ///
 /// For work of many short operations, such as generating a text: a thread that sleeps takes longer to wake than one of them computes. Between
-/// two looks that find nothing, a thread lets other programs run. For one such work at a time; others run as without it. A panic of `work` is resumed in the caller.
+/// two looks that find nothing, a thread lets other programs run. For one such work at a time; others run as without it. A panic of `work` is
+/// resumed in the caller.
 pub fn without_sleep<T>(work: impl FnOnce() -> T) -> T {
     static IN_USE: AtomicBool = AtomicBool::new(false);
     let Some(own) = rayon::current_thread_index() else {
@@ -83,6 +84,7 @@ mod tests {
         assert!(panicked.is_err());
         assert_eq!(on_pool(|| 7), 7, "the pool still works after a panic");
     }
+
     #[test]
     fn work_without_sleep_runs_its_operations_and_ends() {
         let sum = || (0..1000u64).into_par_iter().map(|n| n * n).sum::<u64>();

@@ -33,6 +33,8 @@ fn parts(text: &str, max: usize) -> Vec<(usize, &str)> {
 pub struct DocumentTokenizer {
     base: TextTokenizer,
     end: Option<u32>,
+    /// Tokens that the tokenizer adds at the end of a text.
+    added_at_end: usize,
 }
 
 impl DocumentTokenizer {
@@ -45,14 +47,30 @@ impl DocumentTokenizer {
             let (config, base) = open_tokenizer(model)?;
             let end = config.eos_token_ids.first().copied();
             let end = end.filter(|id| base.inner().0.id_to_token(*id).is_some());
-            return Ok(Some(Self { base, end }));
+            return Ok(Some(Self::new(base, end)));
         }
         if !model.join("tokenizer.json").is_file() {
             return Ok(None);
         }
         let base = TextTokenizer::open(model, vocabulary)?;
         let end = end_token(model, base.inner().0)?;
-        Ok(Some(Self { base, end }))
+        Ok(Some(Self::new(base, end)))
+    }
+
+    fn new(base: TextTokenizer, end: Option<u32>) -> Self {
+        // In the first text with tokens of its own: those that were added have a mark. A tokenizer that fails says so when texts are read.
+        let of_text = |text: &&str| {
+            let encoding = base.inner().0.encode(*text, true).ok()?;
+            let mask = encoding.get_special_tokens_mask();
+            let last = mask.iter().rposition(|mark| *mark == 0)?;
+            Some(mask.len() - 1 - last)
+        };
+        let added_at_end = ["a", "0", " "].iter().find_map(of_text).unwrap_or(0);
+        Self {
+            base,
+            end,
+            added_at_end,
+        }
     }
 
     /// The token that ends a document. `None`: the model has none.
@@ -83,23 +101,12 @@ impl DocumentTokenizer {
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         for (start, part) in parts(text, MAX_PART_BYTES) {
-            let encoding = self.encoding(part, special && start == 0)?;
-            let added = encoding.get_special_tokens_mask().iter().rev();
-            let added = added.take_while(|added| **added == 1).count();
-            // Of a text without tokens, all are at its beginning, unless there are more than without it.
-            let kept = match added == encoding.len() {
-                true => self.added_at_beginning(&encoding),
-                false => encoding.len() - added,
-            };
-            ids.extend_from_slice(&encoding.get_ids()[..kept]);
+            let is_special = special && start == 0;
+            let encoding = self.encoding(part, is_special)?;
+            let added = if is_special { self.added_at_end } else { 0 };
+            ids.extend_from_slice(&encoding.get_ids()[..encoding.len().saturating_sub(added)]);
         }
         Ok(ids)
-    }
-
-    /// How many of the added tokens of an empty text are at its beginning: those that are not the end of a text.
-    fn added_at_beginning(&self, encoding: &Encoding) -> usize {
-        let ids = encoding.get_ids().iter();
-        ids.take_while(|id| Some(**id) != self.end).count()
     }
 
     /// The tokens of a text without special ones, and where each begins in the text, in bytes.

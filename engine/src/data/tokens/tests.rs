@@ -354,6 +354,22 @@ fn what_a_tokenizer_adds_at_the_end_is_not_added_twice() {
             "{text}"
         );
     }
+    // One token may be at the beginning and at the end.
+    let one = |value: &str| value.replace("<fim_prefix>", "<|endoftext|>").replace("[257]", "[256]");
+    let both_ends = dir.path().join("both");
+    std::fs::create_dir_all(&both_ends).unwrap();
+    let mut both = json.clone();
+    both["post_processor"] = serde_json::from_str(&one(&json["post_processor"].to_string())).unwrap();
+    std::fs::write(both_ends.join("tokenizer.json"), both.to_string()).unwrap();
+    std::fs::copy(
+        dir.path().join("tokenizer_config.json"),
+        both_ends.join("tokenizer_config.json"),
+    )
+    .unwrap();
+    let both = DocumentTokenizer::open(&both_ends, 264).unwrap().unwrap();
+    assert_eq!(both.encode("", true).unwrap(), [END]);
+    assert_eq!(both.encode("a", true).unwrap()[..1], [END]);
+    assert_eq!(both.encode("a", true).unwrap().len(), 2);
     let data = dir.path().join("data.jsonl");
     let lines = [json!({"text": "ab"}), json!({"prompt": "c", "completion": "d"})];
     std::fs::write(&data, lines.map(|line| line.to_string()).join("\n")).unwrap();
