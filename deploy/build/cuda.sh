@@ -78,15 +78,19 @@ fingerprint() {
   } | sha256sum | cut -d' ' -f1
 }
 
-# Assembles the kernels' PTX to machine code, as a driver does: for their own architecture, or for another one.
+# Assembles the kernels' PTX to machine code, as a driver does: for their own architecture, or for another one. Of each crate with
+# kernels, those of its last build.
 assemble() {
-  local architecture=${1:-} kernels=0 ptx
-  while IFS= read -r -d '' ptx; do
-    [ -n "$architecture" ] || architecture=$(sed -n 's/^\.target \(sm_[0-9a-z]*\).*/\1/p' "$ptx")
-    ptxas -O0 -arch="$architecture" -o /dev/null "$ptx"
-    kernels=$((kernels + 1))
-  done < <(find "$CARGO_TARGET_DIR"/release/build/*/out -name '*.ptx' -print0)
-  [ "$kernels" -gt 0 ] || { say "no kernels were found to assemble" && return 1; }
+  local architecture=${1:-} kernels=0 crate ptx folder
+  for crate in candle-kernels aitk-engine; do
+    folder=$(find "$CARGO_TARGET_DIR/release/build" -path "*/$crate-*/out/*.ptx" -printf '%T@ %h\n' | sort -rn | head -n 1 | cut -d' ' -f2-)
+    [ -n "$folder" ] || { say "no kernels of $crate were found to assemble" && return 1; }
+    while IFS= read -r -d '' ptx; do
+      [ -n "$architecture" ] || architecture=$(sed -n 's/^\.target \(sm_[0-9a-z]*\).*/\1/p' "$ptx")
+      ptxas -O0 -arch="$architecture" -o /dev/null "$ptx"
+      kernels=$((kernels + 1))
+    done < <(find "$folder" -name '*.ptx' -print0)
+  done
   say "$kernels files of kernels assemble for $architecture"
 }
 
@@ -114,10 +118,12 @@ export CUDAFORGE_THREADS
 
 case $mode in
 --ci)
-  # Kernels are compiled with little optimisation, in a third of the time. They need a separate target folder, so that no build uses them.
-  export CARGO_TARGET_DIR=$target/cuda-check
+  # Kernels are compiled with little optimisation, in a third of the time. No build can use them: the two crates that have kernels get
+  # settings of their own. Everything else, such as libraries in C, build scripts and macros, is shared with the builds in this folder.
+  export CARGO_TARGET_DIR=$target
   NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} -Xcicc -O1 -Xptxas -O1" \
-    cargo clippy --release --workspace --all-targets --locked --quiet --features aitk/cuda,aitk-worker/cuda -- -D warnings
+    cargo clippy --release --workspace --all-targets --locked --quiet --features aitk/cuda,aitk-worker/cuda \
+    --config profile.release.package.candle-kernels.opt-level=1 --config profile.release.package.aitk-engine.opt-level=1 -- -D warnings
   # Assemble the PTX that a driver would compile, for this architecture and for a later one.
   assemble
   [ "${CUDA_COMPUTE_CAP%%[a-z]*}" -ge 90 ] || assemble sm_90

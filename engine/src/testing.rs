@@ -49,37 +49,62 @@ macro_rules! with_emulated_kernels {
 }
 pub(crate) use with_emulated_kernels;
 
-/// The cases that a test compares: every eighth, and in portable mode, which is slow, every sixteenth. The first is always
-/// among them. `AITK_ALL_CASES=1`, which `.ci/run` sets, compares all, and in portable mode half of them, drawn with a fixed seed.
+/// The cases that a test compares: every eighth; with `AITK_CASES=half`, which `.ci/run` sets, half of them; with `AITK_CASES=all` all. In
+/// portable mode, which is slow, half of those. The first is always among them, and halves are drawn with a fixed seed, because neighbours
+/// often differ in one setting.
 pub(crate) fn sampled_cases<T>(cases: Vec<T>) -> Vec<T> {
-    match (runs_all_cases(), crate::device::portable::is_portable()) {
-        (true, false) => cases,
-        (true, true) => {
-            let mut generator = TorchGenerator::manual_seed(11);
-            let is_drawn =
-                |index: usize, generator: &mut TorchGenerator| index == 0 || generator.next_u64().is_multiple_of(2);
-            let cases = cases.into_iter().enumerate();
-            cases
-                .filter_map(|(index, case)| is_drawn(index, &mut generator).then_some(case))
-                .collect()
+    let every = match CaseShare::of_environment() {
+        CaseShare::All => 1,
+        CaseShare::Half => 2,
+        CaseShare::Eighth => 8,
+    };
+    let every = if crate::device::portable::is_portable() {
+        2 * every
+    } else {
+        every
+    };
+    if every >= 8 {
+        return cases.into_iter().step_by(every).collect();
+    }
+    let mut generator = TorchGenerator::manual_seed(11);
+    let mut is_drawn = |index: usize| generator.next_u64().is_multiple_of(every as u64) || index == 0;
+    let cases = cases.into_iter().enumerate();
+    cases
+        .filter_map(|(index, case)| is_drawn(index).then_some(case))
+        .collect()
+}
+
+/// The share of the cases that tests compare.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum CaseShare {
+    Eighth,
+    Half,
+    All,
+}
+
+impl CaseShare {
+    fn of_environment() -> Self {
+        match std::env::var("AITK_CASES").as_deref() {
+            Ok("all") => Self::All,
+            Ok("half") => Self::Half,
+            Ok(other) => panic!("AITK_CASES: expected `all` or `half`, found `{other}`"),
+            Err(_) => Self::Eighth,
         }
-        (false, false) => cases.into_iter().step_by(8).collect(),
-        (false, true) => cases.into_iter().step_by(16).collect(),
     }
 }
 
-/// Whether a long test, for example one that trains until its effect is seen, is left out: `AITK_ALL_CASES=1`, which `.ci/run` sets, runs it.
+/// Whether a long test, for example one that trains until its effect is seen, is left out: with `AITK_CASES`, which `.ci/run` sets, it runs.
 pub(crate) fn skips_long_tests() -> bool {
-    let skips_long_tests = !runs_all_cases();
+    let skips_long_tests = CaseShare::of_environment() == CaseShare::Eighth;
     if skips_long_tests {
-        println!("left out: AITK_ALL_CASES=1 runs this test");
+        println!("left out: AITK_CASES=half runs this test");
     }
     skips_long_tests
 }
 
-/// Whether tests with many cases shall compare all of them.
+/// Whether tests that are a longer form of a short one run in full.
 pub(crate) fn runs_all_cases() -> bool {
-    std::env::var_os("AITK_ALL_CASES").is_some()
+    CaseShare::of_environment() == CaseShare::All
 }
 
 /// Lets this thread compute alone from now on. Tests run side by side on all cores, and what they compute is small: with

@@ -1,7 +1,6 @@
 //! Address of a PostgreSQL database and its connection options.
 
 use super::error::StoreError;
-use sqlx::migrate::Migrator;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 use std::str::FromStr;
 use std::time::Duration;
@@ -17,8 +16,6 @@ pub(super) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) const ADVISORY_LOCK: i64 = 0x6169_746b_0001;
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
-
-pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("./migrations/postgres");
 
 /// The address of a PostgreSQL database. Never shows its password.
 #[derive(Clone, PartialEq, Eq)]

@@ -6,7 +6,8 @@
 //! write when it wakes up. A coordinator without a cluster holds an advisory lock as well, so that a second one is
 //! refused at its start.
 
-use super::database_url::{ADVISORY_LOCK, BoxError, MIGRATIONS};
+use super::database_url::{ADVISORY_LOCK, BoxError};
+use super::migrations;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::token::Token;
 use sqlx::postgres::{PgConnectOptions, PgPool};
@@ -105,7 +106,7 @@ impl LeaderLease {
         if !try_lock(&mut connection).await? {
             return Ok(None);
         }
-        MIGRATIONS.run(pool).await?;
+        migrations::POSTGRES.run(pool).await?;
         let is_free = "address IS NULL OR until < clock_timestamp()";
         let holder = LeaseConnection {
             connection,

@@ -13,6 +13,7 @@ mod error;
 mod job_configs;
 mod job_text;
 pub(crate) mod leader_lease;
+mod migrations;
 mod postgres;
 mod records;
 mod roots;

@@ -2,9 +2,10 @@
 //! them writes.
 
 use super::connection::Database;
-use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
+use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl};
 use super::error::StoreError;
 use super::leader_lease::{Candidate, LeaderLease, with_keepalive};
+use super::migrations;
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use futures::future::BoxFuture;
@@ -32,7 +33,7 @@ impl SqlStore {
                 source: Box::new(e),
             })?;
         let store = Self::new(url.to_string(), Database::Postgres(pool), None);
-        store.check_schema(&MIGRATIONS).await?;
+        store.check_schema(&migrations::POSTGRES).await?;
         Ok(store)
     }
 

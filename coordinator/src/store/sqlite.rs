@@ -2,18 +2,16 @@
 
 use super::connection::Database;
 use super::error::StoreError;
+use super::migrations;
 use super::sql::SqlStore;
 use futures::future::BoxFuture;
 use sqlx::Connection;
-use sqlx::migrate::Migrator;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use std::path::Path;
 use std::time::Duration;
 
 /// Connections that read: event streams read in pages of a few milliseconds.
 const READERS: u32 = 4;
-
-static MIGRATIONS: Migrator = sqlx::migrate!("./migrations/sqlite");
 
 fn options(path: &Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
@@ -48,7 +46,7 @@ impl SqlStore {
             .connect_with(options.clone())
             .await
             .map_err(|e| failed(Box::new(e)))?;
-        MIGRATIONS.run(&writer).await.map_err(|e| failed(Box::new(e)))?;
+        migrations::SQLITE.run(&writer).await.map_err(|e| failed(Box::new(e)))?;
         let readers = SqlitePoolOptions::new()
             .max_connections(READERS)
             .connect_with(options.read_only(true).create_if_missing(false))
@@ -84,7 +82,7 @@ impl SqlStore {
             readers: pool,
         };
         let store = Self::new(path.display().to_string(), database, None);
-        store.check_schema(&MIGRATIONS).await?;
+        store.check_schema(&migrations::SQLITE).await?;
         Ok(store)
     }
 }

@@ -1,9 +1,10 @@
 //! A standby coordinator's access to the leader lease.
 
 use super::connection::Database;
-use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
+use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl};
 use super::error::StoreError;
 use super::leader_lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaderLease, LeaseConnection, try_lock, with_keepalive};
+use super::migrations;
 use super::sql::SqlStore;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{Connection, PgConnection};
@@ -88,8 +89,8 @@ impl StandbyCoordinator {
         let locked = try_lock(&mut connection).await.map_err(|e| self.store_error(e))?;
         let store = SqlStore::new(self.url.to_string(), Database::Postgres(pool.clone()), None);
         if locked {
-            MIGRATIONS.run(&pool).await.map_err(|e| self.store_error(e))?;
-        } else if store.check_schema(&MIGRATIONS).await.is_err() {
+            migrations::POSTGRES.run(&pool).await.map_err(|e| self.store_error(e))?;
+        } else if store.check_schema(&migrations::POSTGRES).await.is_err() {
             // The holder of the lock uses these tables.
             return Ok(None);
         }
