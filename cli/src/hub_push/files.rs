@@ -1,43 +1,60 @@
 //! Which files of a run folder are uploaded.
 
 use crate::failure::Failure;
+use aitk_common::fsutil::regular;
 use aitk_common::hub::push::{Source, Upload};
-use aitk_common::step_metrics::PLOT_FILE;
+use aitk_common::job::repository::is_repository;
+use aitk_common::step_metrics::{METRICS_FILE, PLOT_FILE};
 use std::path::Path;
 
 /// The number of files, at most.
 const MAX_FILES: usize = 5000;
 /// Folders below a saved model, at most.
 const MAX_DEPTH: usize = 4;
+/// The config of a saved adapter, and its size in bytes, at most.
+const ADAPTER_CONFIG: &str = "adapter_config.json";
+pub(super) const MAX_ADAPTER_CONFIG_BYTES: u64 = 1 << 20;
 /// The description of a repository.
 pub(super) const README: &str = "README.md";
 /// The folder of the samples.
 pub(super) const SAMPLES: &str = "samples";
-/// The file that makes a folder a model of diffusers.
-const MODEL_INDEX: &str = "model_index.json";
-/// The endings of sample images.
-const IMAGES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
+/// Files that make a folder a saved model: of diffusers (whole, or the denoiser alone), of peft, and of transformers.
+const MODEL_FILES: [&str; 5] = [
+    "model_index.json",
+    "unet/config.json",
+    "transformer/config.json",
+    ADAPTER_CONFIG,
+    "config.json",
+];
+/// The endings of samples: images, and texts of code models.
+const SAMPLE_EXTENSIONS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "jsonl"];
 
 /// The files of a run folder that are uploaded: saves, samples, the curve of the loss, and a README.md of the user's. Not the config
 /// and the log, which name folders of this machine, not checkpoints, and nothing behind a symbolic link.
 pub(super) fn files(folder: &Path) -> Result<Vec<Upload>, Failure> {
+    if is_saved_model(folder) {
+        return Err(
+            Failure::usage(format!("{} is a save, not a run folder", folder.display()))
+                .hint("push the folder above it, which has the samples too"),
+        );
+    }
     let mut found = Vec::new();
     let mut saves = 0;
     for (name, is_folder) in entries(folder)? {
         let ending = Path::new(&name).extension().and_then(|ending| ending.to_str());
         let is_save = match is_folder {
-            true => is_file(&folder.join(&name).join(MODEL_INDEX)),
+            true => is_saved_model(&folder.join(&name)),
             false => ending == Some("safetensors"),
         };
         saves += usize::from(is_save);
         match is_folder {
             true if is_save => add_folder(folder, &name, MAX_DEPTH, &|_| true, &mut found)?,
             true if name == SAMPLES => {
-                let is_image = |name: &str| {
+                let is_sample = |name: &str| {
                     let ending = Path::new(name).extension().and_then(|ending| ending.to_str());
-                    ending.is_some_and(|ending| IMAGES.contains(&ending.to_ascii_lowercase().as_str()))
+                    ending.is_some_and(|ending| SAMPLE_EXTENSIONS.contains(&ending.to_ascii_lowercase().as_str()))
                 };
-                add_folder(folder, &name, 0, &is_image, &mut found)?;
+                add_folder(folder, &name, 0, &is_sample, &mut found)?;
             }
             false if is_save || name == PLOT_FILE || name == README => add(folder, name, &mut found)?,
             _ => {}
@@ -53,19 +70,25 @@ pub(super) fn files(folder: &Path) -> Result<Vec<Upload>, Failure> {
     Ok(found)
 }
 
+/// Whether a folder is a saved model, and not a run folder: that may have a `config.json` too, of its job.
+fn is_saved_model(folder: &Path) -> bool {
+    !is_file(&folder.join(METRICS_FILE)) && MODEL_FILES.iter().any(|name| is_file(&folder.join(name)))
+}
+
 /// The first folder in a folder that has saves.
 fn folder_with_saves(folder: &Path) -> Result<Option<String>, Failure> {
-    let ends_with = |name: &str| {
-        Path::new(name)
-            .extension()
-            .is_some_and(|ending| ending == "safetensors")
-    };
     for (name, is_folder) in entries(folder)? {
-        if is_folder
-            && entries(&folder.join(&name))?
-                .iter()
-                .any(|(file, is_folder)| !is_folder && ends_with(file))
-        {
+        let below = folder.join(&name);
+        if !is_folder {
+            continue;
+        }
+        let is_save = |(name, is_folder): &(String, bool)| match is_folder {
+            true => is_saved_model(&below.join(name)),
+            false => Path::new(name)
+                .extension()
+                .is_some_and(|ending| ending == "safetensors"),
+        };
+        if entries(&below)?.iter().any(is_save) {
             return Ok(Some(name));
         }
     }
@@ -79,9 +102,27 @@ fn add(folder: &Path, name: String, found: &mut Vec<Upload>) -> Result<(), Failu
             folder.display()
         )));
     }
-    let source = Source::File(folder.join(&name));
+    let path = folder.join(&name);
+    let adapter_config = match Path::new(&name).ends_with(ADAPTER_CONFIG) {
+        true => without_local_base(&path)?,
+        false => None,
+    };
+    let source = adapter_config.map_or(Source::File(path), Source::Text);
     found.push(Upload { name, source });
     Ok(())
+}
+
+/// The config of an adapter without its base model, if that is a folder of this machine. `None`: it is uploaded as it is.
+fn without_local_base(path: &Path) -> Result<Option<String>, Failure> {
+    let bytes = regular::read(path, MAX_ADAPTER_CONFIG_BYTES).map_err(|error| Failure::file("read", path, &error))?;
+    let Ok(mut config) = serde_json::from_slice::<serde_json::Value>(&bytes) else {
+        return Ok(None);
+    };
+    match config.get_mut("base_model_name_or_path") {
+        Some(base) if base.as_str().is_some_and(|base| !is_repository(base)) => *base = serde_json::Value::Null,
+        _ => return Ok(None),
+    }
+    Ok(Some(format!("{config:#}")))
 }
 
 fn add_folder(
@@ -146,7 +187,7 @@ mod tests {
         for name in [
             "cat.safetensors",
             "cat_000000500.safetensors",
-            "config.yaml",
+            "config.json",
             "log.txt",
             "metrics.jsonl",
             "loss.png",
@@ -154,10 +195,14 @@ mod tests {
             ".aitk/checkpoints/step_1/model.safetensors",
             ".hidden.safetensors",
             "samples/1__000000500_0.jpg",
+            "samples/000000500.jsonl",
             "samples/notes.txt",
             "samples/deep/1.jpg",
             "whole/model_index.json",
             "whole/unet/model.safetensors",
+            "tuned/transformer/config.json",
+            "coder/adapter_config.json",
+            "coder/adapter_model.safetensors",
             "other/model.safetensors",
             "tensorboard/events",
         ] {
@@ -165,14 +210,43 @@ mod tests {
         }
         #[cfg(unix)]
         std::os::unix::fs::symlink("/etc/passwd", folder.join("link.safetensors")).unwrap();
+        let above_of_code = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(above_of_code.path().join("run/coder")).unwrap();
+        std::fs::write(above_of_code.path().join("run/coder/config.json"), "{}").unwrap();
+        let failure = format!("{:?}", files(above_of_code.path()).unwrap_err());
+        assert!(failure.contains("run has saves"), "{failure}");
+        let failure = format!("{:?}", files(&above_of_code.path().join("run/coder")).unwrap_err());
+        assert!(failure.contains("is a save, not a run folder"), "{failure}");
+        for (base, uploaded) in [("/home/ada/model", None), ("org/model", Some("org/model"))] {
+            let config = serde_json::json!({"r": 4, "base_model_name_or_path": base});
+            std::fs::write(folder.join("coder/adapter_config.json"), config.to_string()).unwrap();
+            let files = files(folder).unwrap();
+            let config = files
+                .iter()
+                .find(|file| file.name == "coder/adapter_config.json")
+                .unwrap();
+            let text = match &config.source {
+                Source::Text(text) => text.clone(),
+                Source::File(path) => std::fs::read_to_string(path).unwrap(),
+            };
+            let config: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(
+                (config["base_model_name_or_path"].as_str(), &config["r"]),
+                (uploaded, &serde_json::json!(4))
+            );
+        }
         let names: Vec<String> = files(folder).unwrap().into_iter().map(|file| file.name).collect();
         assert_eq!(
             names,
             [
                 "cat.safetensors",
                 "cat_000000500.safetensors",
+                "coder/adapter_config.json",
+                "coder/adapter_model.safetensors",
                 "loss.png",
+                "samples/000000500.jsonl",
                 "samples/1__000000500_0.jpg",
+                "tuned/transformer/config.json",
                 "whole/model_index.json",
                 "whole/unet/model.safetensors"
             ]

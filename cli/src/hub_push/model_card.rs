@@ -1,6 +1,8 @@
 //! The README.md of an uploaded training: the model card that Hugging Face shows.
 
-use aitk_common::hub::push::Upload;
+use super::files::MAX_ADAPTER_CONFIG_BYTES;
+use aitk_common::fsutil::regular;
+use aitk_common::hub::push::{Source, Upload};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::network::NetworkType;
 use aitk_common::job::process::TrainerProcess;
@@ -60,6 +62,9 @@ fn family_tag(arch: ArchName) -> Option<&'static str> {
 
 /// Writes the card of a training. `process`: its config, if the run folder has one that can be read. `files`: what is uploaded.
 pub(super) fn model_card(name: &str, repo: &str, process: Option<&TrainerProcess>, files: &[Upload]) -> String {
+    if let Some((folder, adapter)) = language_model(name, files) {
+        return language_model_card(name, repo, folder, adapter);
+    }
     let base = process
         .map(|process| process.model.name_or_path.as_str())
         .filter(|base| is_repository(base));
@@ -132,6 +137,56 @@ pub(super) fn model_card(name: &str, repo: &str, process: Option<&TrainerProcess
     card
 }
 
+/// The last save of a language model: its folder, and its config if it is an adapter. `None`: no such save is uploaded. The save of the end
+/// has the name of the training.
+fn language_model<'a>(name: &str, files: &'a [Upload]) -> Option<(&'a str, Option<&'a Upload>)> {
+    let save = |file: &'a Upload| match file.name.split_once('/')? {
+        (folder, "adapter_config.json") => Some((folder, Some(file))),
+        (folder, "config.json") => Some((folder, None)),
+        _ => None,
+    };
+    let saves = files.iter().filter_map(save);
+    saves.max_by_key(|(folder, adapter)| (*folder == name, *folder, adapter.is_some()))
+}
+
+/// The base model that the config of an adapter names, if it is a repository.
+fn base_model(config: &Upload) -> Option<String> {
+    let text = match &config.source {
+        Source::Text(text) => text.clone(),
+        Source::File(path) => regular::read_text(path, MAX_ADAPTER_CONFIG_BYTES).ok()?,
+    };
+    let config: serde_json::Value = serde_json::from_str(&text).ok()?;
+    let base = config.get("base_model_name_or_path")?.as_str()?;
+    is_repository(base).then(|| base.to_owned())
+}
+
+fn language_model_card(name: &str, repo: &str, folder: &str, adapter: Option<&Upload>) -> String {
+    // Strings of JSON are strings of Python.
+    let (repo_text, folder) = (json!(repo), json!(folder));
+    let (mut tags, mut library, mut base_line) = (vec!["text-generation", "aitk"], "transformers", String::new());
+    let mut code = format!(
+        "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained({repo_text}, subfolder={folder})\n"
+    );
+    if let Some(config) = adapter {
+        let base = base_model(config);
+        if let Some(base) = &base {
+            base_line = format!("base_model: {}\n", json!(base));
+        }
+        tags.extend(["lora", "peft"]);
+        library = "peft";
+        code = format!(
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\nbase = \
+             AutoModelForCausalLM.from_pretrained({})\nmodel = PeftModel.from_pretrained(base, {repo_text}, subfolder={folder})\n",
+            json!(base.as_deref().unwrap_or("BASE_MODEL"))
+        );
+    }
+    format!(
+        "---\ntags: {}\nlibrary_name: {library}\n{base_line}---\n\n# {name}\n\nTrained with aitk.\n\n## Files\n\nEach folder is a save \
+         for {library}: [download them](/{repo}/tree/main).\n\n## With {library}\n\n```py\n{code}```\n",
+        json!(tags)
+    )
+}
+
 /// The samples of the last step that has some, each with its prompt.
 fn newest_samples(process: &TrainerProcess, files: &[Upload]) -> Vec<(String, String)> {
     let mut samples: Vec<(u64, usize, &str)> = files.iter().filter_map(|file| sample(&file.name)).collect();
@@ -169,7 +224,6 @@ fn code(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aitk_common::hub::push::Source;
     use aitk_common::job::{Format, LoadOptions, Process, parse};
 
     fn process(model: &str, trigger: &str) -> TrainerProcess {
@@ -188,6 +242,52 @@ mod tests {
             source: Source::Text(String::new()),
         };
         names.iter().map(upload).collect()
+    }
+
+    #[test]
+    fn the_card_of_a_code_model_says_how_its_last_save_is_loaded() {
+        let mut lora = files(&[
+            "coder_000000500/adapter_config.json",
+            "coder/adapter_config.json",
+            "coder/adapter_model.safetensors",
+            "samples/000000500.jsonl",
+        ]);
+        let expected = r#"---
+tags: ["text-generation","aitk","lora","peft"]
+library_name: peft
+base_model: "org/base"
+---
+
+# coder
+
+Trained with aitk.
+
+## Files
+
+Each folder is a save for peft: [download them](/me/coder/tree/main).
+
+## With peft
+
+```py
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("org/base")
+model = PeftModel.from_pretrained(base, "me/coder", subfolder="coder")
+```
+"#;
+        let unnamed = expected
+            .replace("base_model: \"org/base\"\n", "")
+            .replace("org/base", "BASE_MODEL");
+        assert_eq!(model_card("coder", "me/coder", None, &lora), unnamed);
+        lora[1].source = Source::Text(r#"{"base_model_name_or_path": "org/base"}"#.to_owned());
+        assert_eq!(model_card("coder", "me/coder", None, &lora), expected);
+        let whole = files(&["coder_000000500/config.json", "coder_000001000/config.json"]);
+        let card = model_card("coder", "me/coder", None, &whole);
+        assert!(
+            card.contains("AutoModelForCausalLM.from_pretrained(\"me/coder\", subfolder=\"coder_000001000\")"),
+            "{card}"
+        );
     }
 
     #[test]
