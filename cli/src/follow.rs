@@ -19,7 +19,13 @@ use std::time::{Duration, Instant};
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(250);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// How long to try to reconnect. A restart of the coordinator takes less time.
-pub const RECONNECT_TIMEOUT: Duration = Duration::from_secs(300);
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Whether to try again to reach a coordinator that has been unreachable since then.
+#[must_use]
+pub fn may_reconnect(unreachable_since: Option<Instant>) -> bool {
+    unreachable_since.is_none_or(|since| since.elapsed() < RECONNECT_TIMEOUT)
+}
 
 /// How often the reason why a job waits is fetched.
 const REASON_POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -36,7 +42,7 @@ pub struct JobFollower<'a> {
     cursor: u64,
     stream: Option<EventStream>,
     retry_delay: Duration,
-    disconnected_for: Duration,
+    disconnected_since: Option<Instant>,
 }
 
 impl<'a> JobFollower<'a> {
@@ -50,7 +56,7 @@ impl<'a> JobFollower<'a> {
             cursor,
             stream: None,
             retry_delay: FIRST_RETRY_DELAY,
-            disconnected_for: Duration::ZERO,
+            disconnected_since: None,
         }
     }
 
@@ -76,7 +82,7 @@ impl<'a> JobFollower<'a> {
                     if numbered {
                         self.cursor = event.cursor;
                     }
-                    (self.retry_delay, self.disconnected_for) = (FIRST_RETRY_DELAY, Duration::ZERO);
+                    (self.retry_delay, self.disconnected_since) = (FIRST_RETRY_DELAY, None);
                     return Ok(Some(event));
                 }
                 // The stream ended because the job ended or because the coordinator shuts down.
@@ -108,7 +114,7 @@ impl<'a> JobFollower<'a> {
             Some(stream) => stream,
             slot => {
                 let opened = self.api.events(&self.job.id, self.cursor, true).await?;
-                if self.disconnected_for > Duration::ZERO {
+                if self.disconnected_since.is_some() {
                     tracing::debug!(cursor = self.cursor, "connected again");
                 }
                 slot.insert(Box::pin(opened))
@@ -118,7 +124,7 @@ impl<'a> JobFollower<'a> {
     }
 
     async fn wait_before_retry(&mut self, cause: Option<Failure>) -> Result<(), Failure> {
-        if self.disconnected_for >= RECONNECT_TIMEOUT {
+        if !may_reconnect(self.disconnected_since) {
             let failure =
                 cause.unwrap_or_else(|| Failure::new(Exit::Unreachable, "the coordinator closes every event stream"));
             return Err(failure.hint(format!(
@@ -127,13 +133,13 @@ impl<'a> JobFollower<'a> {
             )));
         }
         if let Some(failure) = cause
-            && self.disconnected_for == Duration::ZERO
+            && self.disconnected_since.is_none()
         {
             self.ui
                 .warn(&format!("{failure}; reconnecting; the job itself continues"));
         }
+        self.disconnected_since.get_or_insert_with(Instant::now);
         tokio::time::sleep(self.retry_delay).await;
-        self.disconnected_for += self.retry_delay;
         self.retry_delay = (self.retry_delay * 2).min(MAX_RETRY_DELAY);
         Ok(())
     }

@@ -3,7 +3,7 @@
 use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{JobFollower, LogFilter, LogTarget, RECONNECT_TIMEOUT, print_detached};
+use crate::follow::{JobFollower, LogFilter, LogTarget, may_reconnect, print_detached};
 use crate::log_formatter::LogFormatter;
 use crate::output::format::printable;
 use crate::output::progress::JobProgress;
@@ -14,7 +14,7 @@ use aitk_common::id::JobId;
 use futures::{Stream, StreamExt, stream};
 use std::collections::BTreeMap;
 use std::pin::pin;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often an array is polled.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -99,7 +99,7 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
     let mut states = MemberStates::default();
     let mut last_summary = None;
     let mut live = (format != Format::Json).then(|| ui.live_lines());
-    let mut unreachable_for = Duration::ZERO;
+    let mut unreachable_since: Option<Instant> = None;
     // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
@@ -109,14 +109,14 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
         };
         match result {
             Ok((current, members)) => {
-                (array, unreachable_for) = (current, Duration::ZERO);
+                (array, unreachable_since) = (current, None);
                 show_members(ui, &array, &members, &mut states, &mut last_summary, live.as_mut(), to)?;
             }
-            Err(failure) if failure.exit == Exit::Unreachable && unreachable_for < RECONNECT_TIMEOUT => {
-                if unreachable_for.is_zero() {
+            Err(failure) if failure.exit == Exit::Unreachable && may_reconnect(unreachable_since) => {
+                if unreachable_since.is_none() {
                     ui.warn(&format!("{failure}; reconnecting; the jobs continue"));
                 }
-                unreachable_for += POLL_INTERVAL;
+                unreachable_since.get_or_insert_with(Instant::now);
             }
             Err(failure) => return Err(failure),
         }

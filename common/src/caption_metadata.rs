@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 /// Endings that are not part of an image's name.
-const IMAGES: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
+const IMAGE_EXTENSIONS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
 
 /// What a metadata file says of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,16 +17,19 @@ pub struct ImageText {
 }
 
 impl ImageText {
-    /// Its caption: the tags follow the caption, or each of its lines if one is chosen at random (`lines`).
+    /// Its caption: the tags follow the caption, or each of its lines if one is chosen at random (`wildcards`). An image without a caption
+    /// has its tags as caption; sd-scripts drops them if lines are chosen.
     #[must_use]
-    pub fn caption(&self, separator: &str, lines: bool) -> String {
+    pub fn caption(&self, separator: &str, wildcards: bool) -> String {
         let (caption, tags) = (self.caption.as_str(), self.tags.as_str());
         if tags.is_empty() {
             return caption.to_owned();
         }
-        if !lines {
-            let between = if caption.is_empty() { "" } else { separator };
-            return format!("{caption}{between}{tags}");
+        if caption.is_empty() || wildcards && caption.trim().is_empty() {
+            return tags.to_owned();
+        }
+        if !wildcards {
+            return format!("{caption}{separator}{tags}");
         }
         let tags = tags.replace('\n', separator);
         let of_caption = caption.lines().filter(|line| !line.trim().is_empty());
@@ -122,7 +125,7 @@ fn normalized(path: &str) -> String {
 
 fn without_ending(path: &str) -> &str {
     match path.rsplit_once('.') {
-        Some((stem, ending)) if IMAGES.contains(&ending.to_lowercase().as_str()) => stem,
+        Some((stem, ending)) if IMAGE_EXTENSIONS.contains(&ending.to_lowercase().as_str()) => stem,
         _ => path,
     }
 }
@@ -154,12 +157,15 @@ mod tests {
 
     #[test]
     fn tags_follow_captions_as_in_sd_scripts() {
-        let caption = |entry: &str, lines: bool| {
+        let caption = |entry: &str, wildcards: bool| {
             let metadata = CaptionMetadata::parse(&format!("{{\"a\": {entry}}}"), false).unwrap();
-            metadata.images[0].caption(",", lines)
+            metadata.images[0].caption(",", wildcards)
         };
         assert_eq!(caption(r#"{"caption": "x", "tags": "p, q"}"#, false), "x,p, q");
-        assert_eq!(caption(r#"{"tags": "p, q"}"#, false), "p, q");
+        for wildcards in [false, true] {
+            assert_eq!(caption(r#"{"tags": "p, q"}"#, wildcards), "p, q");
+            assert_eq!(caption(r#"{"caption": "", "tags": "p\nq"}"#, wildcards), "p\nq");
+        }
         assert_eq!(caption(r#"{"caption": "x", "tags": ""}"#, false), "x");
         assert_eq!(caption(r#"{"train_resolution": [512, 512]}"#, false), "");
         assert_eq!(

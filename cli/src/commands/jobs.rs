@@ -5,7 +5,7 @@ use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, SampleArg
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::RECONNECT_TIMEOUT;
+use crate::follow::may_reconnect;
 use crate::members::is_array;
 use crate::notify::Notify;
 use crate::output::{Format, Ui};
@@ -16,7 +16,8 @@ use aitk_common::requested_outputs::RequestedOutputs;
 use aitk_proto::v1;
 use futures::future::join_all;
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::pin::pin;
+use std::time::{Duration, Instant};
 
 /// Number of jobs that `ps` shows people by default.
 const DEFAULT_ROWS: usize = 100;
@@ -39,10 +40,18 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
         (None, Format::Human) if !args.all => DEFAULT_ROWS,
         (None, _) => usize::MAX,
     };
+    // One future for the whole loop: a new one would miss signals that arrived before it was created.
+    let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
-        let listed = match &job {
-            Some(job) if !is_array(job) => api.get(job.id.as_str()).await.map(|job| (vec![job], 1)),
-            _ => api.list_jobs(request.clone(), limit).await,
+        let list = async {
+            match &job {
+                Some(job) if !is_array(job) => api.get(job.id.as_str()).await.map(|job| (vec![job], 1)),
+                _ => api.list_jobs(request.clone(), limit).await,
+            }
+        };
+        let listed = tokio::select! {
+            listed = list => listed,
+            _ = &mut interrupted => return Ok(Exit::Interrupted),
         };
         let jobs = match listed {
             // The coordinator may be back at the next poll.
@@ -76,7 +85,7 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
         }
         tokio::select! {
             () = tokio::time::sleep(POLL_INTERVAL) => {}
-            _ = tokio::signal::ctrl_c() => return Ok(Exit::Interrupted),
+            _ = &mut interrupted => return Ok(Exit::Interrupted),
         }
     }
 }
@@ -208,16 +217,16 @@ fn waiting_for(jobs: &[JobView]) -> String {
 /// Polls until the job has ended. Retries while the coordinator is unreachable, for up to five minutes.
 async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobView, Failure> {
     let mut pause = Duration::from_millis(200);
-    let mut unreachable_for = Duration::ZERO;
+    let mut unreachable_since: Option<Instant> = None;
     while !job.state.is_ended() {
         tokio::time::sleep(pause).await;
         match api.get(job.id.as_str()).await {
-            Ok(current) => (job, unreachable_for) = (current, Duration::ZERO),
-            Err(failure) if failure.exit == Exit::Unreachable && unreachable_for < RECONNECT_TIMEOUT => {
-                if unreachable_for.is_zero() {
+            Ok(current) => (job, unreachable_since) = (current, None),
+            Err(failure) if failure.exit == Exit::Unreachable && may_reconnect(unreachable_since) => {
+                if unreachable_since.is_none() {
                     ui.warn(&format!("{failure}; retrying"));
                 }
-                unreachable_for += pause;
+                unreachable_since.get_or_insert_with(Instant::now);
             }
             Err(failure) => return Err(failure),
         }

@@ -58,20 +58,31 @@ pub(super) fn apply_changes(root: &mut Node, changes: &[Change], file: Option<&s
 
 /// Returns the key that would win over the changed one, so that it can be removed: the change must take effect.
 fn conflicting_key(steps: &[Step]) -> Option<Vec<Step>> {
-    let [around @ .., Step::Key(section), Step::Key(key)] = steps else {
-        return None;
+    let (around, section, key) = match steps {
+        [around @ .., Step::Key(section), Step::Index(_), Step::Key(key)] => (around, section, key),
+        [around @ .., Step::Key(section), Step::Key(key)] => (around, section, key),
+        _ => return None,
     };
     // Only the sections of a process, not keys of the same name in `meta`.
     if !matches!(around, [Step::Key(top), .., Step::Index(_)] if top == "config") {
         return None;
     }
-    let mut path = around.to_vec();
+    let beside = |other: &str| {
+        let mut path = steps[..steps.len() - 1].to_vec();
+        path.push(Step::Key(other.into()));
+        Some(path)
+    };
     match (section.as_str(), key.as_str()) {
-        ("network", "linear") => path.extend([Step::Key("network".into()), Step::Key("rank".into())]),
-        ("model", "dtype") => path.push(Step::Key("dtype".into())),
-        _ => return None,
+        ("network", "linear") => beside("rank"),
+        ("network", "alpha") => beside("linear_alpha"),
+        ("datasets", "folder_path") => beside("dataset_path"),
+        ("model", "dtype") => {
+            let mut path = around.to_vec();
+            path.push(Step::Key("dtype".into()));
+            Some(path)
+        }
+        _ => None,
     }
-    Some(path)
 }
 
 /// Turns warnings about unknown keys into errors if a change set the key. In the file, unknown keys are only warnings.
@@ -143,19 +154,15 @@ fn parse_value(text: &str, mark: Mark) -> Result<Node, String> {
             Err(finding) => Err(format!("{expected}: {}", finding.message)),
         };
     }
+    if is_quoted(text) {
+        return yaml::parse(text, None)
+            .map_err(|finding| format!("expected one text in quotes, as in YAML: {}", finding.message));
+    }
     Ok(Node {
         mark,
-        value: parse_scalar(text),
-        plain: (!is_quoted(text)).then(|| text.to_owned()),
+        value: resolve(text),
+        plain: Some(text.to_owned()),
     })
-}
-
-fn parse_scalar(text: &str) -> Value {
-    let text = text.trim();
-    match text.get(1..text.len().saturating_sub(1)) {
-        Some(inner) if is_quoted(text) => Value::Text(inner.to_owned()),
-        _ => resolve(text),
-    }
 }
 
 /// Parses a key path into steps from the top of the document.
@@ -366,6 +373,16 @@ mod tests {
     }
 
     #[test]
+    fn quotes_are_those_of_yaml() {
+        for (value, expected) in [("'it''s'", "it's"), (r#""a\tb""#, "a\tb"), ("'7'", "7"), ("''", "")] {
+            let job = with(&[("sample.neg", value)], "").unwrap();
+            assert_eq!(job["process"][0]["kind"]["train"]["sample"]["neg"], expected, "{value}");
+        }
+        let error = with(&[("sample.neg", "'a' and 'b'")], "").unwrap_err();
+        assert!(error.contains("expected one text in quotes"), "{error}");
+    }
+
+    #[test]
     fn a_change_may_set_a_list_or_a_map() {
         let job = with(
             &[
@@ -421,6 +438,14 @@ mod tests {
         assert_eq!(process["dtype"], "float32");
         assert_eq!(process["model"]["dtype"], "float32");
         assert!(job["positions"]["config.process[0].dtype"].is_null());
+        let scaled = TEXT.replace("linear: 4", "linear: 4, linear_alpha: 2");
+        let (job, _) = read(&scaled, "network.alpha", "8");
+        assert_eq!(job["process"][0]["kind"]["train"]["network"]["linear_alpha"], 8.0);
+        let moved = TEXT.replace("folder_path: d", "dataset_path: d");
+        let (job, _) = read(&moved, "datasets[0].folder_path", "other");
+        let dataset = &job["process"][0]["kind"]["train"]["datasets"][0];
+        assert_eq!(dataset["folder_path"], "other");
+        assert!(dataset["dataset_path"].is_null());
         // A change to `null` keeps the conflicting key, and `meta` is not a section.
         let (job, _) = read(&ranked, "network.linear", "null");
         assert_eq!(job["process"][0]["kind"]["train"]["network"]["linear"], 4);

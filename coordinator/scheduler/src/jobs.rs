@@ -280,11 +280,14 @@ impl State {
                 self.set_state(changes, id, JobState::Queued, "paused".into());
             }
             JobState::Running => {
-                job.paused = true;
+                let was_paused = std::mem::replace(&mut job.paused, true);
                 changes.touch(id);
+                let reason = "saves, then waits until it is resumed".into();
                 if job.preemption.is_none() {
-                    let reason = "saves, then waits until it is resumed".into();
                     self.preempt(changes, id, Preemption::Pause, reason);
+                } else if !was_paused {
+                    // It leaves its device already, for another reason.
+                    self.set_state(changes, id, JobState::Running, reason);
                 }
             }
             JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {

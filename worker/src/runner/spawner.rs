@@ -13,7 +13,7 @@ type Request = (Command, oneshot::Sender<io::Result<Child>>);
 /// Starts processes on a thread that lives as long as this value and its clones.
 #[derive(Clone, Debug)]
 pub struct Spawner {
-    requests: std::sync::mpsc::SyncSender<Request>,
+    requests: std::sync::mpsc::Sender<Request>,
 }
 
 impl Spawner {
@@ -22,8 +22,8 @@ impl Spawner {
     /// # Errors
     /// When no thread can be started.
     pub fn start(runtime: Handle) -> io::Result<Self> {
-        // Each request waits for its answer, so there are never more requests than attempts.
-        let (requests, queue) = std::sync::mpsc::sync_channel::<Request>(16);
+        // Each caller waits for its answer, so there are never more requests than attempts, of which each device has one.
+        let (requests, queue) = std::sync::mpsc::channel::<Request>();
         std::thread::Builder::new()
             .name("aitk-spawner".to_owned())
             .spawn(move || {
@@ -42,10 +42,8 @@ impl Spawner {
     /// The error of starting the process.
     pub async fn spawn(&self, command: Command) -> io::Result<Child> {
         let (reply, answer) = oneshot::channel();
-        let gone = |_| io::Error::other("the thread that starts processes is gone");
-        self.requests
-            .try_send((command, reply))
-            .map_err(|_| io::Error::other("too many processes at once"))?;
-        answer.await.map_err(gone)?
+        let gone = || io::Error::other("the thread that starts processes is gone");
+        self.requests.send((command, reply)).map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?
     }
 }

@@ -156,7 +156,9 @@ impl ObjectBlobs {
         let result = self.retry.run(WHAT, self.transfer_timeout, attempt).await;
         let is_done = match &result {
             Ok(Some(_)) => true,
-            Ok(None) | Err(StorageError::Failed { .. }) => self.length(hash).await? == Some(length),
+            Ok(None) => self.length(hash).await? == Some(length),
+            // If this question fails too, the first error says more.
+            Err(StorageError::Failed { .. }) => self.length(hash).await.is_ok_and(|found| found == Some(length)),
             Err(_) => false,
         };
         if is_done {

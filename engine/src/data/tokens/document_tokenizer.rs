@@ -33,8 +33,6 @@ fn parts(text: &str, max: usize) -> Vec<(usize, &str)> {
 pub struct DocumentTokenizer {
     base: TextTokenizer,
     end: Option<u32>,
-    /// Tokens that the tokenizer adds at the end of a text.
-    added_at_end: usize,
 }
 
 impl DocumentTokenizer {
@@ -58,19 +56,7 @@ impl DocumentTokenizer {
     }
 
     fn new(base: TextTokenizer, end: Option<u32>) -> Self {
-        // In the first text with tokens of its own: those that were added have a mark. A tokenizer that fails says so when texts are read.
-        let of_text = |text: &&str| {
-            let encoding = base.inner().0.encode(*text, true).ok()?;
-            let mask = encoding.get_special_tokens_mask();
-            let last = mask.iter().rposition(|mark| *mark == 0)?;
-            Some(mask.len() - 1 - last)
-        };
-        let added_at_end = ["a", "0", " "].iter().find_map(of_text).unwrap_or(0);
-        Self {
-            base,
-            end,
-            added_at_end,
-        }
+        Self { base, end }
     }
 
     /// The token that ends a document. `None`: the model has none.
@@ -103,7 +89,7 @@ impl DocumentTokenizer {
         for (start, part) in parts(text, MAX_PART_BYTES) {
             let is_special = special && start == 0;
             let encoding = self.encoding(part, is_special)?;
-            let added = if is_special { self.added_at_end } else { 0 };
+            let added = if is_special { self.base.added_at_end() } else { 0 };
             ids.extend_from_slice(&encoding.get_ids()[..encoding.len().saturating_sub(added)]);
         }
         Ok(ids)

@@ -29,6 +29,20 @@ pub struct FimTokens {
 pub struct TextTokenizer {
     tokenizer: Tokenizer,
     path: PathBuf,
+    /// Special tokens that it adds at the end of a text.
+    added_at_end: usize,
+}
+
+/// The number of special tokens that a tokenizer adds at the end of a text: in the first text with tokens of its own, those that were
+/// added have a mark. A tokenizer that fails says so when texts are read.
+fn count_added_at_end(tokenizer: &Tokenizer) -> usize {
+    let of_text = |text: &&str| {
+        let encoding = tokenizer.encode(*text, true).ok()?;
+        let mask = encoding.get_special_tokens_mask();
+        let last = mask.iter().rposition(|mark| *mark == 0)?;
+        Some(mask.len() - 1 - last)
+    };
+    ["a", "0", " "].iter().find_map(of_text).unwrap_or(0)
 }
 
 impl TextTokenizer {
@@ -71,17 +85,30 @@ impl TextTokenizer {
                 ),
             ));
         }
-        Ok(Self { tokenizer, path })
+        let added_at_end = count_added_at_end(&tokenizer);
+        Ok(Self {
+            tokenizer,
+            path,
+            added_at_end,
+        })
     }
 
-    /// The ids of a text, with the special tokens that the tokenizer adds at its beginning and end.
+    /// The ids of a text that goes on: with the special tokens that the tokenizer adds at its beginning, without those that it adds at its
+    /// end.
     ///
     /// # Errors
     /// When the tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, true);
         let encoding = encoding.map_err(|error| self.error(&error))?;
-        Ok(encoding.get_ids().to_vec())
+        let count = encoding.len().saturating_sub(self.added_at_end);
+        Ok(encoding.get_ids()[..count].to_vec())
+    }
+
+    /// The number of special tokens that the tokenizer adds at the end of a text.
+    #[must_use]
+    pub fn added_at_end(&self) -> usize {
+        self.added_at_end
     }
 
     /// The ids of a text with a gap, in the order prefix, suffix, middle (PSM).

@@ -16,7 +16,7 @@ const STARCODER: &str = "starcoder";
 /// The rules of GPT-2.
 const GPT2: &str = "gpt-2";
 /// Other names of llama.cpp for the same rules.
-const ALIASES: [(&str, &str); 8] = [
+const ALIASES: [(&str, &str); 7] = [
     ("llama3", "llama-bpe"),
     ("llama-v3", "llama-bpe"),
     ("refact", STARCODER),
@@ -24,8 +24,23 @@ const ALIASES: [(&str, &str); 8] = [
     ("smollm", STARCODER),
     ("codeshell", STARCODER),
     ("deepseek-r1-qwen", "qwen2"),
-    ("default", GPT2),
 ];
+/// The rules of files without a name, which older programs wrote.
+pub(super) const DEFAULT: &str = "default";
+/// Their expressions, each of which splits what the ones before left whole (`LLAMA_VOCAB_PRE_TYPE_DEFAULT` in llama.cpp's
+/// `llama-vocab.cpp`): punctuation, the rules of GPT-2, numbers, and numbers of three digits.
+const DEFAULT_SPLITS: [&str; 4] = [
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+];
+
+/// The first of the names for the same rules.
+pub(super) fn canonical(name: &str) -> &str {
+    let alias = ALIASES.iter().find(|(alias, _)| *alias == name);
+    alias.map_or(name, |(_, known)| known)
+}
 
 /// The name of the rules of a `pre_tokenizer` section.
 ///
@@ -65,17 +80,18 @@ pub(super) fn name_of(section: &Value) -> Result<&'static str, String> {
 
 /// The `pre_tokenizer` section of the rules with this name. `None`: the name is not known.
 pub(super) fn section_of(name: &str) -> Option<Value> {
-    let name = ALIASES
-        .iter()
-        .find(|(alias, _)| *alias == name)
-        .map_or(name, |(_, known)| known);
+    let name = canonical(name);
     let bytes = |splits: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": splits});
     let sequence = |steps: Value| Some(json!({"type": "Sequence", "pretokenizers": steps}));
+    let split = |pattern: &str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
     if let Some((_, pattern)) = SPLITS.iter().find(|(known, _)| *known == name) {
-        let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-        return sequence(json!([split, bytes(false)]));
+        return sequence(json!([split(pattern), bytes(false)]));
     }
     match name {
+        DEFAULT => {
+            let splits = DEFAULT_SPLITS.into_iter().map(split);
+            sequence(splits.chain([bytes(false)]).collect())
+        }
         GPT2 => Some(bytes(true)),
         STARCODER => sequence(json!([{"type": "Digits", "individual_digits": true}, bytes(true)])),
         _ => None,
@@ -97,11 +113,35 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_rules_without_a_name_split_punctuation_numbers_and_three_digits() {
+        use std::str::FromStr;
+        let json = json!({
+            "version": "1.0", "pre_tokenizer": section_of(DEFAULT).unwrap(), "added_tokens": [],
+            "model": {"type": "BPE", "vocab": {}, "merges": []},
+        });
+        let tokenizer = tokenizers::Tokenizer::from_str(&json.to_string()).unwrap();
+        let split = |text: &str| {
+            let mut text = tokenizers::PreTokenizedString::from(text);
+            let splitter = tokenizer.get_pre_tokenizer().unwrap();
+            tokenizers::PreTokenizer::pre_tokenize(splitter, &mut text).unwrap();
+            let parts = text.get_splits(tokenizers::OffsetReferential::Original, tokenizers::OffsetType::Byte);
+            parts
+                .into_iter()
+                .map(|(part, ..)| part.replace('Ġ', " "))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(split("a ==b+1"), ["a", " ", "==", "b", "+", "1"]);
+        assert_eq!(split("x 12345"), ["x", " ", "123", "45"]);
+        assert_eq!(split("it's ok..."), ["it", "'", "s", " ok", "..."]);
+    }
+
+    #[test]
     fn rules_have_their_names_and_names_their_rules() {
         for name in ["gpt-2", "starcoder", "qwen2", "llama-bpe"] {
             assert_eq!(name_of(&section_of(name).unwrap()), Ok(name));
         }
         assert_eq!(section_of("refact"), section_of("starcoder"));
+        assert_eq!(section_of("llama3"), section_of("llama-bpe"));
         assert_eq!(section_of("tekken"), None);
         let other = json!({"type": "Sequence", "pretokenizers": [{"type": "Metaspace"}]});
         assert_eq!(name_of(&other), Err("Metaspace".into()));

@@ -21,7 +21,7 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<String, String> {
         }
         None => return Err("it has no tokenizer".into()),
     }
-    let pre = text("pre").unwrap_or("default");
+    let pre = pre_tokenizer::canonical(text("pre").unwrap_or(pre_tokenizer::DEFAULT));
     let pre_tokenizer = pre_tokenizer::section_of(pre).ok_or_else(|| {
         format!(
             "its tokenizer splits texts by the rule `{pre}` (`tokenizer.ggml.pre`), and only these can be read: {}",
