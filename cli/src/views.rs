@@ -109,8 +109,8 @@ pub fn job_detail(job: &JobView) -> String {
 
 /// Builds the table of `aitk ps`.
 #[must_use]
-pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
-    let length = if full_ids {
+pub fn jobs_table(jobs: &[JobView], now: Timestamp, for_scripts: bool) -> Table {
+    let length = if for_scripts {
         usize::MAX
     } else {
         id_length(jobs.iter().map(|job| job.id.as_str()))
@@ -130,7 +130,7 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
     };
     // For people these columns are left out when they are empty, so that reasons have more space. A script always gets
     // them.
-    let numbered = full_ids || jobs.iter().any(|job| numbers(job).iter().any(|cell| cell != "-"));
+    let numbered = for_scripts || jobs.iter().any(|job| numbers(job).iter().any(|cell| cell != "-"));
     let mut columns = vec![
         Column::fixed("ID"),
         Column::text("NAME", 8),

@@ -129,7 +129,7 @@ impl TestCluster {
         self.setup.endpoint = Some(endpoint);
     }
 
-    /// Starts the coordinator again, on the same address and data, after it was killed.
+    /// Kills the coordinator and starts it again, on the same address and data.
     pub fn restart_coordinator(&mut self) {
         self.coordinator.kill();
         self.coordinator = start_coordinator(&self.setup);

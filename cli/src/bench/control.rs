@@ -2,7 +2,7 @@
 //! writes are real; only the jobs are not computed.
 
 use super::server::Server;
-use super::simulated_workers::{SLOW_LABEL, STUCK_LABEL, SimulatedWorkers, WorkerEvent};
+use super::simulated_workers::{STUCK, STUCK_LABEL, SimulatedWorkers, WorkerEvent};
 use crate::api::Api;
 use crate::args::{BenchControlArgs, BenchStore};
 use crate::context::Context;
@@ -202,7 +202,7 @@ fn quick_job() -> Submission {
 
 /// A job that only the slow worker can run.
 fn slow_job() -> Submission {
-    job(STUCK_LABEL, &BTreeMap::from([(SLOW_LABEL, STUCK_LABEL)]))
+    job(STUCK, &BTreeMap::from([(STUCK_LABEL, STUCK)]))
 }
 
 /// Submits `count` jobs over all connections, and returns when all are stored.

@@ -18,10 +18,10 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// The label that only the first worker has.
-pub(super) const SLOW_LABEL: &str = "bench";
-/// The value of the label, and the name of the jobs that the first worker never finishes.
-pub(super) const STUCK_LABEL: &str = "slow";
+/// The label of the first worker alone, which never finishes a job.
+pub(super) const STUCK_LABEL: &str = "bench";
+/// The value of the label, and the name of the jobs for it.
+pub(super) const STUCK: &str = "stuck";
 /// Capacity of a worker's outgoing messages. A worker has one device, so at most one attempt and a heartbeat wait.
 const OUTGOING: usize = 8;
 
@@ -112,7 +112,7 @@ fn registration(number: usize, slow: bool) -> Registration {
     };
     let mut labels = BTreeMap::new();
     if slow {
-        labels.insert(SLOW_LABEL.to_owned(), STUCK_LABEL.to_owned());
+        labels.insert(STUCK_LABEL.to_owned(), STUCK.to_owned());
     }
     Registration {
         protocol: PROTOCOL_VERSION,
@@ -167,7 +167,7 @@ async fn run_worker(
 impl SimulatedWorker {
     async fn run(mut self) -> Result<(), String> {
         let far = std::time::Duration::from_secs(3600);
-        let mut heartbeats = tokio::time::interval(far);
+        let mut heartbeats = tokio::time::interval_at(tokio::time::Instant::now() + far, far);
         loop {
             let message = tokio::select! {
                 message = self.incoming.message() => message.map_err(|status| status.message().to_owned())?,
@@ -212,7 +212,7 @@ impl SimulatedWorker {
         };
         self.request += 1;
         self.attempts.insert(self.request, held.clone());
-        if assignment.config_text.contains(STUCK_LABEL) {
+        if assignment.config_text.contains(STUCK) {
             return Ok(());
         }
         self.send(ToCoordinator::Finished {

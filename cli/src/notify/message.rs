@@ -1,5 +1,6 @@
 //! The JSON that is posted when a job has ended: fields for programs, and one line for chat services that show a field
-//! `text` (Slack, Mattermost, Rocket.Chat) or `content` (Discord). It has no config, no log and no path of an input.
+//! `text` (Slack, Mattermost, Rocket.Chat) or `content` (Discord). It has no config and no log; the reason of a failure may name a file of
+//! the config.
 
 use crate::output::SCHEMA_VERSION;
 use crate::output::format::{duration, printable, rfc3339};
@@ -28,7 +29,8 @@ pub(super) fn build(job: &JobView) -> Value {
     let time = |time: Option<_>| time.map(|time| rfc3339(timestamp(time)));
     json!({
         "schema_version": SCHEMA_VERSION,
-        "text": line.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;"),
+        // The zero-width space keeps names such as `@all` from notifying anybody on Mattermost and Rocket.Chat.
+        "text": line.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('@', "@\u{200b}"),
         "content": line,
         // A name such as `@everyone` must not notify anybody on Discord.
         "allowed_mentions": { "parse": [] },
@@ -56,14 +58,14 @@ mod tests {
 
     #[test]
     fn a_message_is_short_and_mentions_nobody() {
-        let mut ended = job("j1", "<!everyone> & co\u{1b}", JobState::Failed, 1000);
+        let mut ended = job("j1", "<!everyone> & @all\u{1b}", JobState::Failed, 1000);
         ended.reason = "out of memory ".repeat(100);
         (ended.started, ended.ended) = (Some(UnixMillis(2000)), Some(UnixMillis(127_000)));
         ended.config_text = Some("secret".to_owned());
         let message = build(&ended);
         let text = message["text"].as_str().unwrap();
         assert!(
-            text.starts_with("&lt;!everyone&gt; &amp; co\u{fffd} (j1) failed after 2m 05s: out of memory"),
+            text.starts_with("&lt;!everyone&gt; &amp; @\u{200b}all\u{fffd} (j1) failed after 2m 05s: out of memory"),
             "{text}"
         );
         assert!(text.len() < 1000, "{}", text.len());

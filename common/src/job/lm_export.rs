@@ -46,11 +46,11 @@ section! {
 
 fn finish_model(model: &mut LmExportModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     cx.check_in_range("lora_weight", model.lora_weight, -MAX_FACTOR..=MAX_FACTOR);
-    // A job that was read before has every key.
+    // The value is looked at and not whether the key is present: a job that was written by aitk has every key.
     if model.lora_path.is_none() && model.lora_weight != 1.0 {
         cx.error_at(
             "lora_weight",
-            "has no effect without `lora_path`: set it, or remove this key",
+            "has no effect without a LoRA: add `model.lora_path`, or remove `lora_weight`",
         );
     }
 }

@@ -21,7 +21,7 @@ use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes, sample_sizes};
 use super::shapes::ModelShapes;
 use super::walk::build::{
-    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, WeightBytes,
+    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, WeightTotals,
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
 use crate::job::lora_containers::target_classes;
@@ -70,7 +70,7 @@ struct Model {
     denoiser: Denoiser,
     vae: Vae,
     /// Of the text encoders, the denoiser and the autoencoder.
-    weights: [WeightBytes; 3],
+    weights: [WeightTotals; 3],
 }
 
 impl<'a> Job<'a> {
@@ -303,7 +303,7 @@ impl<'a> Job<'a> {
         };
         let counts = &self.counts;
         let mut index = 0;
-        let (mut text, mut text_weights) = (Vec::new(), WeightBytes::default());
+        let (mut text, mut text_weights) = (Vec::new(), WeightTotals::default());
         let text_qtype = qtype(quantize_te, "/model/qtype_te");
         let stored = (counts.text_stored, counts.text);
         for (shapes, prefix) in self.shapes.text_encoders().zip(self.family.text_prefixes) {
@@ -313,7 +313,7 @@ impl<'a> Job<'a> {
                 index,
             );
             text.push(TextEncoder::new(&mut builder, shapes));
-            index = builder.next_index();
+            index = builder.last_index();
             text_weights.add(builder.weights);
         }
         // A language model is never trained.
@@ -322,7 +322,7 @@ impl<'a> Job<'a> {
             let mut builder = Builder::new(component(false, options.text_streamed, text_qtype, stored, lora), index);
             let is_f16 = self.is_f16() && !backend.is_cpu();
             let encoder = LanguageEncoder::new(&mut builder, &self.shapes.language, is_f16);
-            index = builder.next_index();
+            index = builder.last_index();
             text_weights.add(builder.weights);
             encoder
         });
@@ -348,7 +348,7 @@ impl<'a> Job<'a> {
         let stored = (counts.vae_stored, counts.vae);
         let mut vae_options = component(false, options.vae_streamed, None, stored, ("", LoraLayers::All));
         vae_options.width = self.vae_backend(backend).width;
-        let mut builder = Builder::new(vae_options, builder.next_index());
+        let mut builder = Builder::new(vae_options, builder.last_index());
         let vae = Vae::new(&mut builder, &self.shapes.vae);
         Model {
             text,
@@ -366,7 +366,7 @@ impl<'a> Job<'a> {
         let text_phase = self
             .frees_text_encoders()
             .then(|| self.free_text_encoders(&mut model, backend));
-        let sum = |of: fn(&WeightBytes) -> f64| model.weights.iter().map(of).sum::<f64>();
+        let sum = |of: fn(&WeightTotals) -> f64| model.weights.iter().map(of).sum::<f64>();
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
         let (mut phases, recycled) = match self.kind {
             WorkKind::Generation => {
@@ -403,7 +403,7 @@ impl<'a> Job<'a> {
             held: 0.0,
             transient: 2.0 * largest - missing,
         };
-        let all = |weights: &WeightBytes| weights.resident + weights.quantised;
+        let all = |weights: &WeightTotals| weights.resident + weights.quantised;
         if self.shapes.has_transformer() {
             // The largest layers are not the last ones of the transformer; those of a language model are equally large.
             return vec![
@@ -528,7 +528,7 @@ impl<'a> Job<'a> {
     }
 }
 
-impl WeightBytes {
+impl WeightTotals {
     fn add(&mut self, other: Self) {
         self.resident += other.resident;
         self.quantised += other.quantised;

@@ -50,7 +50,6 @@ that are trained, no buckets, captions in `.caption` files, and so on. What no o
 | regularisation images | in the same batches as the others | at every second step |
 | `gradient_accumulation_steps` | gradients are averaged | they are added, so that `loss_multiplier` is 1 / steps, and the loss that is shown is as much smaller |
 | `flip_aug` | each image is flipped half of the time | both images; other data sets are repeated twice as often, if they have no flips |
-| captions | the first line, without spaces at its ends | the whole file |
 | words (`token_string`) | captions are trained as they are; the vectors are called `word`, `word1`, `word2` | captions without the word get it at their beginning; the vectors are `word`, `word_1`, `word_2` ([textual-inversion.md](textual-inversion.md)) |
 | folders | images directly in the folder; `.bmp` too | those in folders below it too; no `.bmp` |
 | masks | weights as they are | weights scaled to 1 on average over a batch |

@@ -7,7 +7,7 @@ use super::enrolments::{
 };
 use super::error::{AccessError, AuthenticationError};
 use super::identity::{Identity, address};
-use super::records::MACHINE;
+use super::records::WORKER_OWNER;
 use super::token_guess_limit;
 use crate::pki::{Signer, wall_clock};
 use crate::store::AuditLine;
@@ -207,7 +207,7 @@ impl Access {
         let mut admin_records = Vec::new();
         let worker = match worker {
             None => {
-                admin_records.push(document(MACHINE, fresh_worker.as_str(), &name)?);
+                admin_records.push(document(WORKER_OWNER, fresh_worker.as_str(), &name)?);
                 fresh_worker
             }
             // The owner of this id is set when the worker registers; here, an id of another owner is refused.

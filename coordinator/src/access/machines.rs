@@ -3,7 +3,7 @@
 use super::Access;
 use super::error::AccessError;
 use super::identity::Identity;
-use super::records::MACHINE;
+use super::records::WORKER_OWNER;
 use crate::store::AdminRecord;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::role::Role;
@@ -56,7 +56,7 @@ impl Access {
             });
         }
         let document = AdminRecord {
-            kind: MACHINE,
+            kind: WORKER_OWNER,
             id: worker.to_string(),
             record: serde_json::to_string(&who.name).map_err(AccessError::Record)?,
         };
@@ -101,7 +101,7 @@ mod tests {
             matches!(refused, AccessError::TooManyWorkers { .. }) && refused.to_string().contains("--data-dir"),
             "{refused}"
         );
-        assert_eq!(store.admin_records(MACHINE).await.unwrap().len(), MAX_WORKERS);
+        assert_eq!(store.admin_records(WORKER_OWNER).await.unwrap().len(), MAX_WORKERS);
         // Its existing workers still work, and other owners are not affected.
         access.claim_worker(&who("box"), &worker(0)).await.unwrap();
         access.claim_worker(&who("other"), &worker(MAX_WORKERS)).await.unwrap();

@@ -21,7 +21,7 @@ pub(crate) use records::TokenRecord;
 pub(crate) use token_guess_limit::network_of;
 
 use identity::{DATA_FOLDER_TOKEN_ID, address};
-use records::{MACHINE, TOKEN, read_machine};
+use records::{TOKEN, WORKER_OWNER, read_worker_owner};
 
 use crate::clock::Clock;
 use crate::store::{AuditLine, Store};
@@ -96,8 +96,8 @@ impl Access {
             let record: TokenRecord = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
             tokens.insert(record.sha256, record);
         }
-        let machines = store.admin_records(MACHINE).await?;
-        let machines = machines.iter().map(read_machine).collect::<Result<_, _>>()?;
+        let machines = store.admin_records(WORKER_OWNER).await?;
+        let machines = machines.iter().map(read_worker_owner).collect::<Result<_, _>>()?;
         let enrolments = Enrolments::load(store.as_ref()).await?;
         let (lines, mut waiting) = mpsc::channel(AUDIT_QUEUE);
         let inner = Arc::new(Inner {

@@ -32,7 +32,7 @@ impl TokenRecord {
         self.revoked.is_none() && self.expires.is_none_or(|end| now < end)
     }
 
-    pub(super) fn document(&self) -> Result<AdminRecord, AccessError> {
+    pub(super) fn to_record(&self) -> Result<AdminRecord, AccessError> {
         Ok(AdminRecord {
             kind: TOKEN,
             id: self.id.clone(),
@@ -43,10 +43,10 @@ impl TokenRecord {
 
 /// Kind of the document that names a worker's owner. Its id is the worker id, its record the owner's name as a JSON
 /// string.
-pub(super) const MACHINE: &str = "machine";
+pub(super) const WORKER_OWNER: &str = "machine";
 
 /// Reads a worker's owner from its document.
-pub(super) fn read_machine(document: &AdminRecord) -> Result<(WorkerId, UserName), AccessError> {
+pub(super) fn read_worker_owner(document: &AdminRecord) -> Result<(WorkerId, UserName), AccessError> {
     let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
     Ok((WorkerId::new(document.id.as_str()), owner))
 }

@@ -67,7 +67,7 @@ impl Access {
         };
         let mut line = by.audit_line(now, "token.create", &record.id);
         line.detail = format!("{} for {}", record.role, record.name);
-        self.inner.store.administer(&[record.document()?], &[line]).await?;
+        self.inner.store.administer(&[record.to_record()?], &[line]).await?;
         let mut tokens = self.inner.tokens.write().unwrap_or_else(PoisonError::into_inner);
         tokens.insert(record.sha256, record.clone());
         Ok((secret, record))
@@ -89,7 +89,7 @@ impl Access {
         record.revoked = Some(record.revoked.unwrap_or(now));
         let mut line = by.audit_line(now, "token.revoke", id);
         line.detail = format!("{} of {}", record.role, record.name);
-        self.inner.store.administer(&[record.document()?], &[line]).await?;
+        self.inner.store.administer(&[record.to_record()?], &[line]).await?;
         {
             let mut tokens = self.inner.tokens.write().unwrap_or_else(PoisonError::into_inner);
             tokens.insert(record.sha256, record.clone());

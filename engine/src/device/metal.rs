@@ -12,7 +12,7 @@ use candle_core::Device;
 /// When the system has no GPU for Metal.
 pub(super) fn count() -> Result<u32, String> {
     // candle panics when the system lists no GPU, as in a virtual machine.
-    let found = self_test::catch_panic(|| Device::new_metal(0)).is_some();
+    let found = self_test::catch_panic(|| Device::new_metal(0)).is_some_and(|opened| opened.is_ok());
     if found {
         Ok(1)
     } else {

@@ -23,10 +23,10 @@ pub(crate) fn count_blocks(index: &Index, blocks: &str) -> usize {
         .count()
 }
 
-/// A side of a tensor that shows a size. `family`: for the error.
+/// One dimension of a tensor's shape, from which a size of the model is known. `family`: for the error.
 ///
 /// # Errors
-/// When the tensor is missing, or has no such side or one that no model has.
+/// When the tensor is missing, or has no such dimension, or one that no model has.
 pub(crate) fn side(index: &Index, family: &str, name: &str, axis: usize) -> Result<usize> {
     let shape = index.shape(name).ok_or_else(|| index.missing_error(name))?;
     let side = shape

@@ -20,8 +20,8 @@ fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
     assert!(error < tolerance, "relative error {error}");
 }
 
-/// Compares the gradients of sum(f(inputs) * probe) with candle's, and with central differences along random
-/// directions.
+/// Compares the gradients of sum(f(inputs) * probe) with those of candle's own backward pass through the same operations, and with
+/// central differences along random directions.
 fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let tracked: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
@@ -61,7 +61,7 @@ fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
 
 #[test]
 fn convolution_equals_candles_convolution() {
-    // Kernel, stride, padding, batch, size; the last two need several tiles.
+    // Kernel, stride, padding, batch, input channels, size; those with 64 channels need several tiles.
     for (kernel, stride, padding, batch, in_channels, size) in [
         (3, 1, 1, 2, 3, (5, 7)),
         (3, 2, 1, 3, 4, (6, 9)),

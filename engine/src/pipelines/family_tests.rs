@@ -217,7 +217,10 @@ fn only_kontext_takes_a_control_image_and_it_needs_one() {
     let error = error_of(&kontext, image(15, 32));
     assert!(error.contains("15 x 32") && error.contains("at least 16"), "{error}");
     let error = error_of(&kontext, [image(32, 32), image(32, 32)].concat());
-    assert!(error.contains("2 images for 1 prompts"), "{error}");
+    assert!(
+        error.contains("expected one image, or one for each of 1 prompts, found 2"),
+        "{error}"
+    );
 }
 
 /// From single files: names of the first release, float8, GGUF, text encoders and VAE of their own

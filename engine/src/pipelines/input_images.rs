@@ -6,7 +6,7 @@ use crate::image_io::{self, Filter};
 use candle_core::Tensor;
 use image::RgbImage;
 
-/// The shortest side of an image in pixels.
+/// The least allowed side of an image in pixels.
 const SMALLEST_SIDE: u32 = 8;
 
 /// The images in the size of the first, rounded down to a multiple of `multiple` pixels. `purpose` is for messages. `images`: one for all
@@ -17,7 +17,7 @@ pub(super) fn resized(images: &[RgbImage], batch: usize, multiple: usize, purpos
     };
     if images.len() != 1 && images.len() != batch {
         return Err(EngineError::bad_input(format!(
-            "{} images for {batch} prompts",
+            "{purpose}: expected one image, or one for each of {batch} prompts, found {}",
             images.len()
         )));
     }

@@ -1,7 +1,7 @@
 //! Checks the processes of language models before they start.
 
 use super::context::Context;
-use super::in_place::in_place_attempt;
+use super::preview_spec::preview_spec;
 use super::{LogFile, OutputRequests, StopSignal, lm_export, lm_generate, lm_train};
 use crate::error::Result;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
@@ -14,7 +14,7 @@ use std::path::PathBuf;
 /// # Errors
 /// The error with which the process would end before it computes.
 pub fn check_language_model(job: &JobSpec, process: &Process, inputs: &BTreeMap<String, PathBuf>) -> Result<()> {
-    let spec = in_place_attempt(inputs)?;
+    let spec = preview_spec(inputs)?;
     let mut events = Vec::new();
     let mut cx = Context {
         spec: &spec,

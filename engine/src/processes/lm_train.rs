@@ -172,7 +172,7 @@ impl Run<'_> {
                 || non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS);
         if non_finite > 0 && (non_finite >= MAX_NON_FINITE_STEPS || at_end) {
             return Err(EngineError::bad_input(format!(
-                "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing was learned. \
+                "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so the model learned nothing from them. \
                  {NON_FINITE_CAUSES}. Earlier saves are kept"
             )));
         }

@@ -10,7 +10,6 @@ mod extract;
 mod generate;
 mod image_generator;
 mod img2img;
-mod in_place;
 mod job_metadata;
 mod language_model_check;
 mod language_model_part;
@@ -22,6 +21,7 @@ mod log_file;
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
 mod non_finite;
+mod preview_spec;
 mod rate;
 mod rescale_lora;
 #[cfg(test)]

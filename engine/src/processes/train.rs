@@ -278,8 +278,7 @@ impl<'a> Run<'a> {
                 || (done == steps && (non_finite >= total_steps || non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS))
             {
                 return Err(EngineError::bad_input(format!(
-                    "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
-                     was learned. {NON_FINITE_CAUSES}. Earlier saves are kept"
+                    "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so the model learned nothing from them. {NON_FINITE_CAUSES}. Earlier saves are kept"
                 )));
             }
             let seconds = started.elapsed().as_secs_f64();

@@ -6,7 +6,7 @@ use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::requests::{sample_sizes, slider_sampling_sizes, validation_side};
 use crate::plan::slider::{SliderKind, slider_sizes};
-use crate::plan::walk::build::{TrainedTensor, WeightBytes};
+use crate::plan::walk::build::{TrainedTensor, WeightTotals};
 use crate::plan::walk::{Backend, Walk};
 use serde_json::Value;
 
@@ -211,7 +211,7 @@ impl Job<'_> {
         let encode = data
             .iter()
             .map(|batch| self.encoding(model, options, backend, batch.size));
-        let all = |weights: &WeightBytes| weights.resident + weights.quantised;
+        let all = |weights: &WeightTotals| weights.resident + weights.quantised;
         Phase {
             held: 0.0,
             // The weights are counted in every phase, and are not loaded in this one.

@@ -70,7 +70,7 @@ pub(in crate::plan) struct LayerRankOptions {
 /// What a job does with the weights of a component.
 #[derive(Clone, Debug, Default)]
 pub(in crate::plan) struct ComponentOptions {
-    /// The fraction of the layers' weights that is streamed.
+    /// The fraction of the layers' weights that is streamed; on a GPU, quantised layers of it are offloaded instead.
     pub(in crate::plan) streamed: f64,
     pub(in crate::plan) qtype: Option<QType>,
     /// Names of layers that are not quantised.
@@ -131,18 +131,18 @@ pub(in crate::plan) struct TrainedTensor {
     pub(in crate::plan) factored: Option<f64>,
 }
 
-/// The memory of a component's weights in bytes.
+/// Totals over a component's weights: bytes, and numbers of elements.
 #[derive(Clone, Debug, Default)]
-pub(in crate::plan) struct WeightBytes {
-    /// In the compute dtype or as they are stored.
+pub(in crate::plan) struct WeightTotals {
+    /// Bytes in the compute dtype or as they are stored.
     pub(in crate::plan) resident: f64,
-    /// Quantised when they are loaded.
+    /// Bytes of those that are quantised when they are loaded.
     pub(in crate::plan) quantised: f64,
-    /// The dense size of the largest weight that is quantised when it is loaded.
+    /// The dense size in bytes of the largest weight that is quantised when it is loaded.
     pub(in crate::plan) largest_quantised: f64,
     /// The elements of the largest tensor that is not trained.
     pub(in crate::plan) largest_frozen: f64,
-    /// All parameters.
+    /// All elements: parameters, and buffers that are in the files.
     pub(in crate::plan) parameters: f64,
     /// The adapter's tensors, or the component's own that are trained.
     pub(in crate::plan) trained: Vec<TrainedTensor>,
@@ -154,7 +154,7 @@ pub(in crate::plan) struct Builder {
     /// The elements that should have been streamed so far, minus those that are.
     deficit: f64,
     count: u64,
-    pub(in crate::plan) weights: WeightBytes,
+    pub(in crate::plan) weights: WeightTotals,
 }
 
 /// The sizes of a layer.
@@ -196,12 +196,12 @@ impl Builder {
             options,
             deficit: 0.0,
             count: first_index,
-            weights: WeightBytes::default(),
+            weights: WeightTotals::default(),
         }
     }
 
-    /// The index of the next layer.
-    pub(in crate::plan) fn next_index(&self) -> u64 {
+    /// The index of the last layer; those of the next builder follow it.
+    pub(in crate::plan) fn last_index(&self) -> u64 {
         self.count
     }
 
@@ -292,7 +292,7 @@ impl Builder {
                 self.weights.largest_quantised = self.weights.largest_quantised.max(others * self.options.width);
                 return (Unpacking::Whole, unpacking_bytes(qtype));
             }
-            // It is selected, but its rows are too short for the blocks of the type.
+            // It is selected, but the length of its rows is not a multiple of the type's blocks.
             Some((_, None)) => {
                 self.weights.resident += others * self.options.width;
                 return (stored_unpacking, stored_bytes);
@@ -574,7 +574,7 @@ fn unpacking_bytes(qtype: QType) -> f64 {
     }
 }
 
-/// The bytes of a quantised weight. `None`: its rows are too short for the type.
+/// The bytes of a quantised weight. `None`: the length of its rows is not a multiple of the type's blocks.
 fn quantised_bytes(qtype: QType, elements: f64, fan_in: f64) -> Option<f64> {
     let outputs = elements / fan_in.max(1.0);
     match qtype {

@@ -76,7 +76,7 @@ impl TextEncoder {
             layers,
             final_norm: b.norm("text_model.final_layer_norm", width),
             projection,
-            trained_table: table.map(|elements| (elements, TRAINED + 4 * b.next_index() + (1 << 40))),
+            trained_table: table.map(|elements| (elements, TRAINED + 4 * b.last_index() + (1 << 40))),
             width,
             positions,
         }

@@ -54,7 +54,8 @@ impl Middle {
     }
 }
 
-struct Side {
+/// The encoder or the decoder.
+struct Coder {
     conv_in: Layer,
     middle: Middle,
     blocks: Vec<(Vec<Resnet>, Option<Layer>)>,
@@ -64,8 +65,8 @@ struct Side {
 
 /// The autoencoder.
 pub(in crate::plan) struct Vae {
-    encoder: Side,
-    decoder: Side,
+    encoder: Coder,
+    decoder: Coder,
     shapes: VaeShapes,
 }
 
@@ -74,7 +75,7 @@ impl Vae {
         let channels: Vec<f64> = shapes.channels().iter().map(|c| f64::from(*c)).collect();
         let reversed: Vec<f64> = channels.iter().rev().copied().collect();
         let latent = f64::from(shapes.latent_channels);
-        let side = |b: &mut Builder, is_encoder: bool| {
+        let coder = |b: &mut Builder, is_encoder: bool| {
             let (name, channels) = match is_encoder {
                 true => ("encoder", &channels),
                 false => ("decoder", &reversed),
@@ -104,7 +105,7 @@ impl Vae {
                 true => (f64::from(shapes.in_channels), last, 2.0 * latent),
                 false => (latent, first, f64::from(shapes.out_channels)),
             };
-            Side {
+            Coder {
                 conv_in: b.layer(&format!("{name}.conv_in"), LayerSizes::conv(inputs, first, 3.0)),
                 middle: Middle::new(b, &format!("{name}.mid_block"), middle, shapes.mid_attention),
                 blocks,
@@ -113,8 +114,8 @@ impl Vae {
             }
         };
         Self {
-            encoder: side(b, true),
-            decoder: side(b, false),
+            encoder: coder(b, true),
+            decoder: coder(b, false),
             shapes: *shapes,
         }
     }
@@ -127,9 +128,9 @@ impl Vae {
     /// The largest size that is processed at once, in pixels: of the image, or of a tile.
     fn tile(&self, size: [f64; 2], tiled: bool) -> [f64; 2] {
         // As `MAX_SIDE` of the engine's tiles.
-        let side = f64::from(self.shapes.sample_size).min(512.0).max(4.0 * self.scale());
-        match tiled && size.iter().any(|length| *length > side) {
-            true => size.map(|length| length.min(side)),
+        let largest = f64::from(self.shapes.sample_size).min(512.0).max(4.0 * self.scale());
+        match tiled && size.iter().any(|length| *length > largest) {
+            true => size.map(|length| length.min(largest)),
             false => size,
         }
     }

@@ -33,7 +33,8 @@ pub struct ScannedSnapshot {
 /// folder, which are followed too.
 ///
 /// # Errors
-/// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
+/// [`StorageError::Local`] when a file cannot be read or a link leaves the folder, [`StorageError::Name`] for a file name that a snapshot
+/// cannot have, [`StorageError::Malformed`] for too many or too large files.
 pub fn scan(path: &Path, progress: &mut dyn FnMut(TransferProgress)) -> Result<ScannedSnapshot, StorageError> {
     let root = fs::canonicalize(path).map_err(|error| FsError::new("read", path, error))?;
     let kind = fs::metadata(&root)
@@ -114,9 +115,9 @@ impl<R: Read> Read for ReportProgress<'_, R> {
     }
 }
 
-/// The folders in which link targets may be. Both are canonical paths.
+/// The folders in which link targets may be.
 struct LinkBounds {
-    /// The scanned folder.
+    /// The scanned folder, as a canonical path.
     root: PathBuf,
     /// The `blobs` folder of a model in Hugging Face's cache.
     blobs: Option<PathBuf>,

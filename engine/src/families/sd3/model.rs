@@ -44,7 +44,7 @@ pub struct Sd3Model {
 }
 
 impl Sd3Model {
-    /// Whether the model has T5. Without it, its tokens are zeros.
+    /// Whether T5 is loaded. Without it, and if no prompts were encoded before, its tokens are zeros.
     #[must_use]
     pub fn has_t5(&self) -> bool {
         self.text.encoders().is_some_and(|encoders| encoders.t5.is_some())

@@ -105,7 +105,7 @@ fn saves_completions_and_held_out_losses_are_written() {
 
 /// With `AITK_KEEP_SAVES=FOLDER`, `tests/reference/check_lm_saves.py` loads the saves with transformers and peft.
 #[test]
-fn saved_models_and_loras_of_code_models_have_the_logits_of_the_training() {
+fn trained_code_models_learn_and_saved_models_load_and_differ_from_their_base() {
     use crate::models::causal_lm::{AttentionMask, CausalLm, CausalLmOptions};
     let keep = std::env::var_os("AITK_KEEP_SAVES").map(PathBuf::from);
     for (name, lora) in [

@@ -1,6 +1,6 @@
 //! A preview of a training before anything is loaded or sent: `aitk validate`.
 
-use super::super::in_place::in_place_attempt;
+use super::super::preview_spec::preview_spec;
 use super::data::uses_regularisation;
 use super::image_batches::image_batch;
 use super::options;
@@ -66,7 +66,7 @@ impl TrainingPreview {
 
     fn read_data(&mut self, job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String, PathBuf>) -> Result<()> {
         options::check_supported(process, &job.name)?;
-        let spec = in_place_attempt(inputs)?;
+        let spec = preview_spec(inputs)?;
         let mut events = Vec::new();
         let cx = Context {
             spec: &spec,

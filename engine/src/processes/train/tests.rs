@@ -248,7 +248,8 @@ fn non_finite_steps_fail_a_run_only_if_there_are_no_others() {
     process.train.noise_offset = infinite_offset;
     assert_eq!(stop_at(&spec(process.clone()), 1).0, Outcome::stopped());
     let (outcome, events) = run_spec(&spec(process));
-    let is_expected = |message: &str| message.contains("3 steps in a row") && message.contains("nothing was learned");
+    let is_expected =
+        |message: &str| message.contains("3 steps in a row") && message.contains("learned nothing from them");
     assert!(
         matches!(&outcome, Outcome::Failed { message, .. } if is_expected(message)),
         "{outcome:?}: {}",

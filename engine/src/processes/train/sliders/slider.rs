@@ -68,11 +68,13 @@ pub(crate) fn check(process: &TrainerProcess) -> Result<()> {
         return wrong("slider: needs `targets` and `resolutions`");
     }
     if process.kind.uses_image_pairs() && (config.datasets.is_empty() || !process.datasets.is_empty()) {
-        return wrong("slider.datasets: needs image pairs, and `datasets` none");
+        return wrong("slider.datasets: put the image pairs here, and remove `datasets`");
     }
     let (steps, table) = (process.train.max_denoising_steps, process.train.num_train_timesteps);
     if process.samples_for_slider() && !(3..=table).contains(&steps) {
-        return wrong("train.max_denoising_steps: a slider without images needs at least 3");
+        return wrong(&format!(
+            "train.max_denoising_steps: a slider without images needs 3 to {table} (`num_train_timesteps`), found {steps}"
+        ));
     }
     Ok(())
 }
