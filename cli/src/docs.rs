@@ -15,7 +15,7 @@ Results and the log of a job (with its warnings) go to standard output. Progress
 standard error. On a terminal, lists are tables that fit its width; in a pipe the same columns are separated by tabs, and nothing is
 shortened (unless `COLUMNS` is set). Without a terminal there are no progress bars, only a plain line every few seconds.
 
-`--json` prints one document with `schema_version` first; streams (`logs`, `watch`, `ps --watch`, `submit --follow`, `clone --follow`) print
+`--json` prints one document with `schema_version` first (that of `bench engine` has none); streams (`logs`, `watch`, `ps --watch`, `submit --follow`, `clone --follow`) print
 one such object per line. Times in JSON are RFC 3339, sizes are bytes. New fields may be added at any time; `schema_version` is
 increased when a field changes its meaning or is removed.
 
@@ -38,7 +38,7 @@ because the address is a secret.
 
 The message is JSON: `text` and `content` have the same line (`my_lora (j3f2a…) completed after 2h 10m`), for chat services
 that show one or the other; `job` has `id`, `name`, `kind`, `owner`, `state`, `reason`, `created`, `started`, `ended`, `seconds` and
-`checkpoint_step`. No config, no log and no path of an input is sent. After a temporary error the message is sent again, up to three
+`checkpoint_step`. No config and no log is sent. The reason of a failure is the message of the error, which may name a file of the config. After a temporary error the message is sent again, up to three
 times in all. A notification that fails is a warning and does not change the exit code.
 
 The command that you run sends the message, never a coordinator or a worker, and neither a config nor `./aitk.yaml` can set the
