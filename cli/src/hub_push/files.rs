@@ -18,14 +18,15 @@ pub(super) const MAX_ADAPTER_CONFIG_BYTES: u64 = 1 << 20;
 pub(super) const README: &str = "README.md";
 /// The folder of the samples.
 pub(super) const SAMPLES: &str = "samples";
-/// Files that make a folder a saved model: of diffusers (whole, or the denoiser alone), of peft, and of transformers.
-const MODEL_FILES: [&str; 5] = [
+/// Files that make a folder a saved model: of diffusers (whole, or the denoiser alone), and of peft.
+const MODEL_FILES: [&str; 4] = [
     "model_index.json",
     "unet/config.json",
     "transformer/config.json",
     ADAPTER_CONFIG,
-    "config.json",
 ];
+/// Weights of transformers, whole or in parts. With `config.json` beside them they make a folder a saved model.
+const WEIGHTS: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
 /// The endings of samples: images, and texts of code models.
 const SAMPLE_EXTENSIONS: [&str; 5] = ["jpg", "jpeg", "png", "webp", "jsonl"];
 
@@ -72,7 +73,8 @@ pub(super) fn files(folder: &Path) -> Result<Vec<Upload>, Failure> {
 
 /// Whether a folder is a saved model, and not a run folder: that may have a `config.json` too, of its job.
 fn is_saved_model(folder: &Path) -> bool {
-    !is_file(&folder.join(METRICS_FILE)) && MODEL_FILES.iter().any(|name| is_file(&folder.join(name)))
+    let has = |name: &&str| is_file(&folder.join(name));
+    !has(&METRICS_FILE) && (MODEL_FILES.iter().any(has) || has(&"config.json") && WEIGHTS.iter().any(has))
 }
 
 /// The first folder in a folder that has saves.
@@ -212,7 +214,15 @@ mod tests {
         std::os::unix::fs::symlink("/etc/passwd", folder.join("link.safetensors")).unwrap();
         let above_of_code = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(above_of_code.path().join("run/coder")).unwrap();
-        std::fs::write(above_of_code.path().join("run/coder/config.json"), "{}").unwrap();
+        for name in ["config.json", "model.safetensors"] {
+            std::fs::write(above_of_code.path().join("run/coder").join(name), "{}").unwrap();
+        }
+        // The results of a job may have its config, and no metrics.
+        let fetched = tempfile::tempdir().unwrap();
+        for name in ["config.json", "cat.safetensors"] {
+            std::fs::write(fetched.path().join(name), "{}").unwrap();
+        }
+        assert_eq!(files(fetched.path()).unwrap().len(), 1);
         let failure = format!("{:?}", files(above_of_code.path()).unwrap_err());
         assert!(failure.contains("run has saves"), "{failure}");
         let failure = format!("{:?}", files(&above_of_code.path().join("run/coder")).unwrap_err());

@@ -155,8 +155,12 @@ fn parse_value(text: &str, mark: Mark) -> Result<Node, String> {
         };
     }
     if is_quoted(text) {
-        return yaml::parse(text, None)
-            .map_err(|finding| format!("expected one text in quotes, as in YAML: {}", finding.message));
+        let expected = "expected one text in quotes, as in YAML";
+        return match yaml::parse(text, None) {
+            Ok(node) if matches!(node.value, Value::Text(_)) => Ok(node),
+            Ok(_) => Err(expected.to_owned()),
+            Err(finding) => Err(format!("{expected}: {}", finding.message)),
+        };
     }
     Ok(Node {
         mark,
@@ -378,8 +382,10 @@ mod tests {
             let job = with(&[("sample.neg", value)], "").unwrap();
             assert_eq!(job["process"][0]["kind"]["train"]["sample"]["neg"], expected, "{value}");
         }
-        let error = with(&[("sample.neg", "'a' and 'b'")], "").unwrap_err();
-        assert!(error.contains("expected one text in quotes"), "{error}");
+        for invalid in ["'a' and 'b'", "'a': 'b'"] {
+            let error = with(&[("sample.neg", invalid)], "").unwrap_err();
+            assert!(error.contains("expected one text in quotes"), "{error}");
+        }
     }
 
     #[test]
