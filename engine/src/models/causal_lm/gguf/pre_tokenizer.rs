@@ -27,7 +27,7 @@ const ALIASES: [(&str, &str); 7] = [
 ];
 /// The rules of files without a name, which older programs wrote.
 pub(super) const DEFAULT: &str = "default";
-/// Their expressions, each of which splits what the ones before left whole (`LLAMA_VOCAB_PRE_TYPE_DEFAULT` in llama.cpp's
+/// Their expressions, each of which splits the pieces of the one before again (`LLAMA_VOCAB_PRE_TYPE_DEFAULT` in llama.cpp's
 /// `llama-vocab.cpp`): punctuation, the rules of GPT-2, numbers, and numbers of three digits.
 const DEFAULT_SPLITS: [&str; 4] = [
     r"[\p{P}\$\+<=>\^~\|]+",
