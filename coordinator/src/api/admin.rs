@@ -3,7 +3,7 @@
 use super::auth::caller;
 use super::enrol;
 use super::jobs::paginate;
-use super::shared::Shared;
+use super::shared::{Shared, run_to_end};
 use super::status::{access_status, storage_status, store_status};
 use crate::access::TokenRecord;
 use crate::error_chain::error_chain;
@@ -50,48 +50,75 @@ fn wire_line((seq, line): (u64, AuditLine)) -> v1::AuditLine {
     }
 }
 
+fn collect_status(error: CollectError) -> Status {
+    match error {
+        CollectError::Busy => Status::aborted(error.to_string()),
+        CollectError::Broken { .. } => Status::failed_precondition(error_chain(&error)),
+        CollectError::Storage(error) => storage_status(&error),
+        CollectError::Store(error) => store_status(&error),
+        CollectError::Stopped(stopped) => stopped.into(),
+    }
+}
+
+async fn create_token(
+    shared: &Shared,
+    request: Request<v1::CreateTokenRequest>,
+) -> Result<Response<v1::CreateTokenReply>, Status> {
+    let by = caller(&request)?;
+    let wire = request.into_inner();
+    let name = UserName::parse(&wire.name).map_err(|_| {
+        Status::invalid_argument(
+            "name: expected 1 to 64 letters, digits, '-' or '_'; it becomes the owner of this user's jobs",
+        )
+    })?;
+    let role: Role = wire
+        .role
+        .parse()
+        .map_err(|error| Status::invalid_argument(format!("role: {error}")))?;
+    if wire.expires_in_ms == Some(0) {
+        return Err(Status::invalid_argument(
+            "expires_in_ms: 0 expires at once; leave it out for a token that does not expire",
+        ));
+    }
+    let life = wire.expires_in_ms.map(Duration::from_millis);
+    let made = shared.access.create(&by, name, role, life).await;
+    let (secret, record) = made.map_err(|error| access_status(&error))?;
+    Ok(Response::new(v1::CreateTokenReply {
+        secret: secret.secret().to_owned(),
+        token: Some(record.into()),
+        ca_sha256: shared
+            .signer
+            .as_ref()
+            .map(|signer| signer.hash().to_hex())
+            .unwrap_or_default(),
+    }))
+}
+
+async fn revoke_token(
+    shared: &Shared,
+    request: Request<v1::RevokeTokenRequest>,
+) -> Result<Response<v1::TokenInfo>, Status> {
+    let by = caller(&request)?;
+    let revoked = shared.access.revoke(&by, &request.into_inner().id).await;
+    Ok(Response::new(revoked.map_err(|error| access_status(&error))?.into()))
+}
+
 #[tonic::async_trait]
 impl Admin for AdminApi {
     async fn create_token(
         &self,
         request: Request<v1::CreateTokenRequest>,
     ) -> Result<Response<v1::CreateTokenReply>, Status> {
-        let by = caller(&request)?;
-        let wire = request.into_inner();
-        let name = UserName::parse(&wire.name).map_err(|_| {
-            Status::invalid_argument(
-                "name: expected 1 to 64 letters, digits, '-' or '_'; it becomes the owner of this user's jobs",
-            )
-        })?;
-        let role: Role = wire
-            .role
-            .parse()
-            .map_err(|error| Status::invalid_argument(format!("role: {error}")))?;
-        if wire.expires_in_ms == Some(0) {
-            return Err(Status::invalid_argument(
-                "expires_in_ms: 0 expires at once; leave it out for a token that does not expire",
-            ));
-        }
-        let life = wire.expires_in_ms.map(Duration::from_millis);
-        let made = self.0.access.create(&by, name, role, life).await;
-        let (secret, record) = made.map_err(|error| access_status(&error))?;
-        Ok(Response::new(v1::CreateTokenReply {
-            secret: secret.secret().to_owned(),
-            token: Some(record.into()),
-            ca_sha256: self
-                .0
-                .signer
-                .as_ref()
-                .map(|signer| signer.hash().to_hex())
-                .unwrap_or_default(),
-        }))
+        let shared = self.0.clone();
+        run_to_end(async move { create_token(&shared, request).await }).await
     }
 
     async fn create_join_token(
         &self,
         request: Request<v1::CreateJoinTokenRequest>,
     ) -> Result<Response<v1::CreateJoinTokenReply>, Status> {
-        enrol::create_join_token(&self.0, request).await
+        let shared = self.0.clone();
+        run_to_end(async move { enrol::create_join_token(&shared, request).await }).await
     }
 
     async fn list_certificates(
@@ -110,7 +137,8 @@ impl Admin for AdminApi {
         &self,
         request: Request<v1::RevokeWorkerRequest>,
     ) -> Result<Response<v1::RevokeWorkerReply>, Status> {
-        enrol::revoke_worker(&self.0, request).await
+        let shared = self.0.clone();
+        run_to_end(async move { enrol::revoke_worker(&shared, request).await }).await
     }
 
     async fn list_tokens(
@@ -126,9 +154,8 @@ impl Admin for AdminApi {
     }
 
     async fn revoke_token(&self, request: Request<v1::RevokeTokenRequest>) -> Result<Response<v1::TokenInfo>, Status> {
-        let by = caller(&request)?;
-        let revoked = self.0.access.revoke(&by, &request.into_inner().id).await;
-        Ok(Response::new(revoked.map_err(|error| access_status(&error))?.into()))
+        let shared = self.0.clone();
+        run_to_end(async move { revoke_token(&shared, request).await }).await
     }
 
     async fn read_audit(&self, request: Request<v1::ReadAuditRequest>) -> Result<Response<v1::ReadAuditReply>, Status> {
@@ -148,28 +175,20 @@ impl Admin for AdminApi {
         let who = caller(&request)?;
         let shared = self.0.clone();
         let dry_run = request.into_inner().dry_run;
-        // On its own task, so that a client that disconnects does not stop it halfway.
-        let collected = tokio::spawn(async move {
-            let collected = shared.collector.collect(dry_run).await?;
+        let collected = run_to_end(async move {
+            let collected = shared.collector.collect(dry_run).await.map_err(collect_status)?;
             if !dry_run {
                 let mut line = who.audit_line(shared.clock.now(), "storage.gc", "");
                 line.detail = format!(
                     "{} blobs removed, {} jobs forgotten",
                     collected.removed, collected.jobs_forgotten
                 );
-                shared.store.administer(&[], &[line]).await?;
+                let written = shared.store.administer(&[], &[line]).await;
+                written.map_err(|error| store_status(&error))?;
             }
             Ok(collected)
         })
-        .await
-        .map_err(|error| Status::internal(error.to_string()))?
-        .map_err(|error: CollectError| match error {
-            CollectError::Busy => Status::aborted(error.to_string()),
-            CollectError::Broken { .. } => Status::failed_precondition(error_chain(&error)),
-            CollectError::Storage(error) => storage_status(&error),
-            CollectError::Store(error) => store_status(&error),
-            CollectError::Stopped(stopped) => stopped.into(),
-        })?;
+        .await?;
         Ok(Response::new(v1::CollectGarbageReply {
             blobs: collected.blobs,
             needed: collected.needed,

@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
+use tonic::Status;
 
 /// State that the services share.
 #[derive(Clone, Debug)]
@@ -57,8 +58,46 @@ pub(crate) struct Shared {
     pub(crate) stopping: watch::Receiver<bool>,
 }
 
+/// Does work on a task of its own, so that it also ends when the client disconnects: a change that the database has would else be
+/// missing in memory.
+///
+/// # Errors
+///
+/// The work's own, and `internal` if it panics.
+pub(super) async fn run_to_end<T: Send + 'static>(
+    work: impl Future<Output = Result<T, Status>> + Send + 'static,
+) -> Result<T, Status> {
+    tokio::spawn(work)
+        .await
+        .unwrap_or_else(|error| Err(Status::internal(error.to_string())))
+}
+
 /// Waits until the coordinator shuts down.
 pub(super) async fn wait_for_shutdown(stopping: &mut watch::Receiver<bool>) {
     // The sender lives as long as the server; a dropped sender is a shutdown too.
     let _ = stopping.wait_for(|stop| *stop).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::sync::oneshot;
+
+    #[tokio::test]
+    async fn work_ends_although_its_caller_is_gone() {
+        let (go_on, may_go_on) = oneshot::channel::<()>();
+        let (done, is_done) = oneshot::channel();
+        let (started, has_started) = oneshot::channel();
+        let call = tokio::spawn(run_to_end(async move {
+            let _ = started.send(());
+            let _ = may_go_on.await;
+            let _ = done.send("written");
+            Ok(())
+        }));
+        has_started.await.unwrap();
+        call.abort();
+        assert!(call.await.unwrap_err().is_cancelled());
+        go_on.send(()).unwrap();
+        assert_eq!(is_done.await, Ok("written"));
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::auth::{caller, protocol_mismatch, same_machine};
 use super::enrol;
-use super::shared::{Shared, wait_for_shutdown};
+use super::shared::{Shared, run_to_end, wait_for_shutdown};
 use super::status::{access_status, token_ended_status};
 use crate::access::Identity;
 use crate::assign::{AssignmentError, Outgoing, PendingAssignment};
@@ -63,11 +63,13 @@ impl Workers for WorkersApi {
     }
 
     async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinReply>, Status> {
-        enrol::join(&self.0, request).await
+        let shared = self.0.clone();
+        run_to_end(async move { enrol::join(&shared, request).await }).await
     }
 
     async fn renew(&self, request: Request<v1::RenewRequest>) -> Result<Response<v1::RenewReply>, Status> {
-        enrol::renew(&self.0, request).await
+        let shared = self.0.clone();
+        run_to_end(async move { enrol::renew(&shared, request).await }).await
     }
 }
 
