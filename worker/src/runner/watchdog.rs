@@ -53,6 +53,14 @@ pub(super) enum WatchdogStatus {
     Hung(String),
 }
 
+/// What was known at a check.
+#[derive(Clone, Copy, Debug)]
+struct CpuMark {
+    silent_for: Duration,
+    /// CPU time of the process so far.
+    used: Duration,
+}
+
 /// Watches one child.
 #[derive(Debug)]
 pub(super) struct Watchdog {
@@ -64,8 +72,9 @@ pub(super) struct Watchdog {
     gaps: BTreeMap<String, VecDeque<Duration>>,
     progress: Option<(u64, u64)>,
     silent_for: Duration,
-    /// CPU time at the last event.
-    cpu_time_before: Option<Duration>,
+    /// Silence and CPU time at two earlier checks since the last event, at least `timeout` apart: the CPU time since the first tells
+    /// whether the process computes. It is between one and two `timeout`s ago, or the first check after the event.
+    cpu_marks: Option<[CpuMark; 2]>,
     is_blocked: bool,
     warned_after: Option<Duration>,
     resumed_after: Option<Duration>,
@@ -82,7 +91,7 @@ impl Watchdog {
             gaps: BTreeMap::new(),
             progress: None,
             silent_for: Duration::ZERO,
-            cpu_time_before: None,
+            cpu_marks: None,
             is_blocked: false,
             warned_after: None,
             resumed_after: None,
@@ -101,7 +110,7 @@ impl Watchdog {
     pub(super) fn record_event(&mut self, now: Duration, event: &ChildEvent) {
         self.advance(now);
         let gap = std::mem::take(&mut self.silent_for);
-        self.cpu_time_before = None;
+        self.cpu_marks = None;
         if let Some(warned_after) = self.warned_after.take() {
             self.resumed_after = Some(gap.max(warned_after));
         } else if let Some(phase) = &self.phase
@@ -136,8 +145,7 @@ impl Watchdog {
                 message: format!("it makes progress again after {}", format_duration(gap)),
             };
         }
-        let cpu_time_before = *self.cpu_time_before.get_or_insert(used.unwrap_or_default());
-        let uses_cpu = used.is_none_or(|used| used.saturating_sub(cpu_time_before) > self.silent_for / IDLE_DIVISOR);
+        let uses_cpu = used.is_none_or(|used| self.uses_cpu(used));
         let limit = self.limit(uses_cpu);
         if self.silent_for >= limit {
             return WatchdogStatus::Hung(format!(
@@ -164,6 +172,19 @@ impl Watchdog {
             phase,
             progress: self.progress,
         }
+    }
+
+    /// Whether the process has computed lately. `used` is its CPU time so far.
+    fn uses_cpu(&mut self, used: Duration) -> bool {
+        let now = CpuMark {
+            silent_for: self.silent_for,
+            used,
+        };
+        let [earlier, later] = self.cpu_marks.get_or_insert([now; 2]);
+        if now.silent_for.saturating_sub(later.silent_for) >= self.timeout {
+            (*earlier, *later) = (*later, now);
+        }
+        used.saturating_sub(earlier.used) > now.silent_for.saturating_sub(earlier.silent_for) / IDLE_DIVISOR
     }
 
     /// The gaps of this phase, if they tell how long one takes.
@@ -331,6 +352,21 @@ mod tests {
         let mut simulation = Simulation::new();
         simulation.used = None;
         assert!(!is_hung(&simulation.pass(119 * MINUTE, false)));
+    }
+
+    #[test]
+    fn cpu_time_from_long_ago_is_no_sign_of_work() {
+        let mut simulation = Simulation::new();
+        simulation.phase("loading model");
+        assert!(!is_hung(&simulation.pass(MINUTE, true)));
+        // It computed for a minute, which is more than a thousandth of two hours, and waits for itself since.
+        assert!(is_hung(&simulation.pass(20 * MINUTE, false)));
+        let mut simulation = Simulation::new();
+        simulation.phase("loading model");
+        for _ in 0..11 {
+            assert!(!is_hung(&simulation.pass(9 * MINUTE, false)), "it may wait for a disk");
+            assert!(!is_hung(&simulation.pass(MINUTE, true)));
+        }
     }
 
     #[test]
