@@ -26,7 +26,17 @@ impl HubEnvironment {
     #[must_use]
     pub fn from_env(env: &dyn Fn(&str) -> Option<String>) -> Self {
         let set = |name: &str| env(name).filter(|value| !value.trim().is_empty());
-        let folder = |name: &str| set(name).map(PathBuf::from);
+        // A file for systemd or Docker has no shell that replaces the tilde; Hugging Face's libraries do it too.
+        let folder = |name: &str| {
+            let path = set(name)?;
+            let in_home = path
+                .strip_prefix('~')
+                .filter(|rest| rest.is_empty() || rest.starts_with('/'));
+            Some(match (in_home, set("HOME")) {
+                (Some(rest), Some(home)) => PathBuf::from(home + rest),
+                _ => PathBuf::from(path),
+            })
+        };
         let home = folder("HF_HOME").or_else(|| {
             let caches = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
             Some(caches?.join("huggingface"))
@@ -39,9 +49,9 @@ impl HubEnvironment {
             token: set("HF_TOKEN")
                 .map(|token| token.trim().to_owned())
                 .or_else(|| saved_token(token_file?)),
-            offline: set("HF_HUB_OFFLINE").is_some_and(|value| {
-                !matches!(value.trim().to_ascii_lowercase().as_str(), "0" | "false" | "no" | "off")
-            }),
+            // The values that Hugging Face's libraries take for true.
+            offline: set("HF_HUB_OFFLINE")
+                .is_some_and(|value| matches!(value.trim().to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on")),
             cache: folder("HF_HUB_CACHE").or_else(|| Some(home?.join("hub"))),
         }
     }
@@ -81,6 +91,12 @@ mod tests {
         );
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "/f")]), Some("/f/hub".into()));
         assert_eq!(cache(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Some("/c".into()));
+        assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/f")]), Some("/h/f/hub".into()));
+        assert_eq!(cache(&[("HOME", "/h"), ("HF_HUB_CACHE", "~")]), Some("/h".into()));
+        assert_eq!(
+            cache(&[("HOME", "/h"), ("HF_HOME", "~ada/f")]),
+            Some("~ada/f/hub".into())
+        );
         assert_eq!(of(&[("HF_ENDPOINT", " ")]).endpoint, ENDPOINT);
         for (value, offline) in [
             ("1", true),
@@ -88,6 +104,8 @@ mod tests {
             ("0", false),
             ("False", false),
             ("no", false),
+            ("n", false),
+            ("2", false),
             ("", false),
         ] {
             assert_eq!(of(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
