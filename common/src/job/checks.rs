@@ -39,6 +39,16 @@ impl TrainerProcess {
                 "is off, and so is `train_text_encoder`: there is nothing to train",
             );
         }
+        if train.train_text_encoder && self.trains_whole_model() && model.arch.name.takes_parts() {
+            cx.error_at(
+                "train.train_text_encoder",
+                format!(
+                    "cannot be used in a full fine-tune of `arch: {}`, which trains the transformer alone; train text encoders with a \
+                     LoRA (a `network` section)",
+                    model.arch
+                ),
+            );
+        }
         if train.unload_text_encoder && matches!(model.arch.name, ArchName::QwenImageEdit | ArchName::BooguImageEdit) {
             cx.error_at(
                 "train.unload_text_encoder",

@@ -97,6 +97,26 @@ mod tests {
     }
 
     #[test]
+    fn a_full_finetune_of_a_transformer_trains_no_text_encoder() {
+        for arch in ["flux", "flux_kontext", "sd3", "zimage"] {
+            let job = |network: &str| {
+                errors(&format!(
+                    "      model: {{name_or_path: models/m, arch: {arch}}}\n{network}      \
+                     train: {{steps: 2, train_text_encoder: true, noise_scheduler: flowmatch}}\n      save: {{save_format: \
+                     diffusers}}\n      sample: {{sampler: flowmatch}}\n"
+                ))
+            };
+            assert!(job("").contains("train.train_text_encoder"), "{arch}: {}", job(""));
+            if arch == "sd3" {
+                assert_eq!(job("      network: {type: lora}\n"), "", "{arch}");
+            }
+        }
+        let whole =
+            "      model: {name_or_path: models/sd, arch: sd15}\n      train: {steps: 2, train_text_encoder: true}\n";
+        assert_eq!(errors(whole), "");
+    }
+
+    #[test]
     fn what_a_merged_network_excludes_is_named() {
         let job = |model: &str, network: &str, train: &str| {
             errors(&format!(
