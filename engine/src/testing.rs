@@ -169,6 +169,18 @@ pub(crate) fn flux_files() -> PathBuf {
     fixtures().join("flux_files")
 }
 
+/// Copies a folder with all that is in it.
+pub(crate) fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().flatten() {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy_folder(&entry.path(), &target),
+            false => drop(std::fs::copy(entry.path(), target).unwrap()),
+        }
+    }
+}
+
 /// tiny_flux with the files of tiny_flux_schnell.
 pub(crate) fn schnell_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();

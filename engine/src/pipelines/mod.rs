@@ -17,7 +17,7 @@ pub mod text;
 
 pub use pipeline::{GenerateRequest, OnStep, Pipeline, SkipLayerGuidance};
 pub(crate) use sample::to_generate_request;
-pub use sample::{SampleSettings, generate_images, random_seed};
+pub use sample::{SampleSettings, check_sampler, generate_images, random_seed};
 
 use crate::error::{EngineError, Result};
 use crate::families::{ItemSize, Model};
@@ -174,6 +174,11 @@ impl<'a> Pipeline<'a> {
     /// The shapes of the latents of one image.
     fn latent_shapes(&self, width: usize, height: usize) -> Result<Vec<Vec<usize>>> {
         self.model.codec().latent_shapes(MediaSize::Image { width, height })
+    }
+
+    /// Checks that the request's sampler can make its steps.
+    pub(super) fn check_sampler(&self, request: &GenerateRequest) -> Result<()> {
+        self.samplers(request, request.width, request.height).map(drop)
     }
 
     /// One sampler for each latent tensor.

@@ -102,6 +102,19 @@ fn generate_all(
     Ok(true)
 }
 
+/// Checks that the sampler of that name can make the images of the requests with the model's noise schedule. The model needs no weights.
+/// `v_prediction`: as in [`SampleSettings`].
+///
+/// # Errors
+/// The error with which [`generate_images`] would end before the first step of an image.
+pub fn check_sampler(model: &dyn Model, sampler: &str, v_prediction: bool, requests: &[ImageRequest]) -> Result<()> {
+    let pipeline = Pipeline::new(model, v_prediction)?;
+    for request in requests {
+        pipeline.check_sampler(&to_generate_request(request, sampler, model.size_multiple()))?;
+    }
+    Ok(())
+}
+
 /// The control image of a request, if it has one: scaled to the size of the request, as in ai-toolkit.
 fn control_image(request: &ImageRequest, settings: &SampleSettings<'_>) -> Result<Option<RgbImage>> {
     let Some(config_path) = request.ctrl_img.as_deref().filter(|path| !path.is_empty()) else {

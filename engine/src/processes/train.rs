@@ -167,6 +167,7 @@ impl<'a> Run<'a> {
             Some(latents) => latents,
             None => latents::store(process, &vae_path, model.codec())?,
         };
+        samples::check_samplers(process, &*model)?;
         if let Some(validation) = &mut validation {
             validation.encode(model.codec())?;
         }

@@ -4,8 +4,9 @@ use super::super::context::Context;
 use super::super::rate::Progress;
 use super::run::Run;
 use crate::error::{EngineError, Result};
+use crate::families::Model;
 use crate::image_io::{Format, encode};
-use crate::pipelines::{SampleSettings, generate_images};
+use crate::pipelines::{SampleSettings, check_sampler, generate_images};
 use aitk_common::fsutil;
 use aitk_common::job::naming;
 use aitk_common::job::process::TrainerProcess;
@@ -123,6 +124,23 @@ impl Run<'_> {
             Ok::<bool, EngineError>(completed)
         })
     }
+}
+
+/// Checks that the sampler can make the samples: a training should not fail at its first one. The model needs no weights.
+pub(super) fn check_samplers(process: &TrainerProcess, model: &dyn Model) -> Result<()> {
+    if process.train.disable_sampling {
+        return Ok(());
+    }
+    for (key, section) in [
+        ("sample", Some(&process.sample)),
+        ("first_sample", process.first_sample.as_ref()),
+    ] {
+        let Some(section) = section else { continue };
+        let requests = section.requests(process.sample_trigger());
+        check_sampler(model, section.sampler.name(), process.model.is_v_pred, &requests)
+            .map_err(|error| EngineError::bad_input(format!("{key}.sampler: {error}")))?;
+    }
+    Ok(())
 }
 
 /// Checks that every control image of the samples exists and that every sample has one where the model needs it: a training should not

@@ -1,6 +1,6 @@
 //! Checks the settings of a training that depend on the model: from its configs, names and shapes, before anything is loaded.
 
-use super::{objective, target};
+use super::{objective, samples, target};
 use crate::adapters::AdapterFile;
 use crate::error::Result;
 use crate::families;
@@ -8,8 +8,8 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::model_files::PartPaths;
 use std::path::Path;
 
-/// Checks that a training can start on a model: what the model predicts fits the options of the loss, the network has layers to train, and
-/// the whole model can be saved in the format of the config. `parts`: where parts come from that `model` does not have. `ranks_file`: the
+/// Checks that a training can start on a model: what the model predicts fits the options of the loss, the sampler can make the samples, the
+/// network has layers to train, and the whole model can be saved in the format of the config. `parts`: where parts come from that `model` does not have. `ranks_file`: the
 /// file of `network.pretrained_lora_path`, if it is there.
 ///
 /// # Errors
@@ -22,6 +22,7 @@ pub fn check_settings(
 ) -> Result<()> {
     let mut model = families::layout(model, process.model.arch.name, parts)?;
     objective::objective(process, &*model)?;
+    samples::check_samplers(process, &*model)?;
     let takes_ranks = process
         .network
         .as_ref()
@@ -41,10 +42,11 @@ pub fn check_settings(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::check_settings;
-    use crate::testing::fixtures;
+    use crate::testing::{copy_folder, fixtures};
     use aitk_common::job::arch::ArchName;
     use aitk_common::job::network::NetworkConfig;
     use aitk_common::job::process::TrainerProcess;
+    use aitk_common::job::sampler::SamplerName;
     use aitk_common::job::save::SaveFormat;
     use aitk_common::job::train::LossTarget;
     use aitk_common::job::values::OneOrMany;
@@ -73,6 +75,36 @@ mod tests {
             ..NetworkConfig::default()
         };
         move |process| process.network = Some(network.clone())
+    }
+
+    #[test]
+    fn a_sampler_that_cannot_make_the_steps_of_the_samples_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path();
+        copy_folder(&fixtures().join("tiny_sd"), model);
+        let config = model.join("scheduler/scheduler_config.json");
+        let text = std::fs::read_to_string(&config).unwrap();
+        std::fs::write(
+            &config,
+            text.replace("\"skip_prk_steps\": true", "\"skip_prk_steps\": false"),
+        )
+        .unwrap();
+        let check = |steps, disabled| {
+            let mut process = TrainerProcess::default();
+            process.network = Some(NetworkConfig::default());
+            process.sample.sampler = SamplerName::Pndm;
+            process.sample.sample_steps = steps;
+            process.sample.prompts = vec!["a cat".into()];
+            process.train.disable_sampling = disabled;
+            check_settings(&process, model, &PartPaths::default(), None).map_err(|error| error.to_string())
+        };
+        let error = check(3, false).unwrap_err();
+        assert!(
+            error.contains("sample.sampler: ") && error.contains("at least 4 steps"),
+            "{error}"
+        );
+        assert_eq!(check(4, false), Ok(()));
+        assert_eq!(check(3, true), Ok(()));
     }
 
     /// `tiny_sd21` says `v_prediction` in its scheduler config, which no key of the config does.

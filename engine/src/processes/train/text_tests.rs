@@ -2,7 +2,7 @@
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::{self, Conditioning, LoadOptions, PartRole, Prompt, TextEmbeddings};
-use crate::testing::{fixtures, in_portable_mode, runs_all_cases, sampled_cases, zimage_folder};
+use crate::testing::{copy_folder, fixtures, in_portable_mode, runs_all_cases, sampled_cases, zimage_folder};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
@@ -445,17 +445,6 @@ fn other_texts_encoders_dtypes_and_families_have_other_files() {
     process.train.cache_text_embeddings = true;
     process.train.disable_sampling = true;
     adds(&process, 6, "another family");
-}
-
-fn copy_folder(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap().flatten() {
-        let target = to.join(entry.file_name());
-        match entry.path().is_dir() {
-            true => copy_folder(&entry.path(), &target),
-            false => drop(std::fs::copy(entry.path(), target).unwrap()),
-        }
-    }
 }
 
 #[test]
