@@ -382,6 +382,13 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
             format!("needs signal-to-noise ratios, which `{arch}` does not have: it is trained by flow matching; remove the key"),
         );
     }
+    let weighs_uncapped = train.snr_gamma.is_some_and(|gamma| gamma > 1e-6);
+    if weighs_uncapped && train.min_snr_gamma.is_some() && !train.learnable_snr_gos {
+        cx.warn_at(
+            "train.min_snr_gamma",
+            "has no effect together with `snr_gamma`, as in ai-toolkit",
+        );
+    }
     if train.learnable_snr_gos && !process.kind.is_slider() {
         for (on, key) in [
             (train.min_snr_gamma.is_some(), "min_snr_gamma"),

@@ -1,4 +1,4 @@
-//! Tests of what options of images and short captions exclude.
+//! Tests of what options of images, short captions and losses exclude.
 
 use super::tests::{MINIMAL, load_yaml, with_line_after};
 
@@ -148,4 +148,12 @@ fn short_captions_and_dropped_prompts_need_text_encoders() {
     let (errors, warnings) = of_train("prompt_dropout_prob: 0.1\ncache_text_embeddings: true");
     assert_eq!(errors, [""; 0]);
     assert_one(&warnings, &["prompt_dropout_prob", "no effect"]);
+}
+
+#[test]
+fn weights_that_another_weight_replaces_are_warned_of() {
+    assert_eq!(of_train("min_snr_gamma: 5\nsnr_gamma: 0"), (vec![], vec![]));
+    let (errors, warnings) = of_train("min_snr_gamma: 5\nsnr_gamma: 4");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["train.min_snr_gamma", "`snr_gamma`"]);
 }

@@ -175,9 +175,9 @@ section! {
         loss_type: LossType = LossType::Mse, Works;
         /// What the prediction is compared with.
         loss_target: LossTarget = LossTarget::Noise, Works;
-        /// SNR weighting of the loss, capped at this value.
+        /// SNR weighting of the loss, capped at this value. Ignored if `snr_gamma` is set.
         min_snr_gamma: Option<f64> = None, Works;
-        /// Multiplies the loss by `gamma / snr`, not capped. Ignored if `min_snr_gamma` is set.
+        /// Multiplies the loss by `gamma / snr`, not capped.
         snr_gamma: Option<f64> = None, Works;
         /// sd-scripts' debiased estimation: the loss is divided by the square root of the signal-to-noise ratio (v prediction: by it
         /// plus 1), which counts as at most 1000. Diffusion models only.

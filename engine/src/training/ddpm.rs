@@ -14,7 +14,7 @@ use candle_core::Tensor;
 pub struct SnrWeighting {
     /// Weight `min(snr, gamma) / snr` per item (epsilon), `min(snr, gamma) / (snr + 1)` (v prediction).
     pub min_snr_gamma: Option<f64>,
-    /// Weight `gamma / snr` without the cap, ai-toolkit's `snr_gamma`. `min_snr_gamma` wins.
+    /// Weight `gamma / snr` without the cap, ai-toolkit's `snr_gamma`. As there, it is used if both are set.
     pub snr_gamma: Option<f64>,
     /// sd-scripts' `debiased_estimation_loss`: also `1 / sqrt(snr)` (epsilon) or `1 / (snr + 1)` (v prediction), with an SNR of at most
     /// 1000 (H. Yu and others, 2023).
@@ -131,13 +131,13 @@ impl Objective for Ddpm {
         };
         Ok(debiasing
             * match (
-                weighting.min_snr_gamma,
                 weighting.snr_gamma,
+                weighting.min_snr_gamma,
                 self.schedule.prediction_type,
             ) {
-                (Some(gamma), _, PredictionType::VPrediction) => snr.min(gamma) / (snr + 1.0),
-                (Some(gamma), _, _) => (gamma / snr).min(1.0),
-                (None, Some(gamma), _) => gamma / snr,
+                (Some(gamma), _, _) => gamma / snr,
+                (None, Some(gamma), PredictionType::VPrediction) => snr.min(gamma) / (snr + 1.0),
+                (None, Some(gamma), _) => (gamma / snr).min(1.0),
                 (None, None, _) => 1.0,
             })
     }

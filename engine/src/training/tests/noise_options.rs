@@ -106,6 +106,19 @@ fn the_debiased_estimation_matches_the_reference() {
     }
 }
 
+/// As in ai-toolkit.
+#[test]
+fn of_both_weights_the_one_without_a_cap_counts() {
+    let weight = |snr_gamma, min_snr_gamma| {
+        let mut objective = ddpm(PredictionType::Epsilon, false, min_snr_gamma);
+        objective.weighting.snr_gamma = snr_gamma;
+        [3.0, 900.0].map(|t| objective.loss_weight(t).unwrap())
+    };
+    let plain = weight(Some(4.0), None);
+    assert_eq!(weight(Some(4.0), Some(5.0)), plain);
+    assert_ne!(weight(None, Some(5.0)), plain);
+}
+
 /// The noisy latents have the noise of both, the target that of one.
 #[test]
 fn input_noise_is_not_in_the_target() {
