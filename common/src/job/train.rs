@@ -211,7 +211,8 @@ section! {
         target_norm_std: bool = false, Works;
         /// That standard deviation.
         target_norm_std_value: f64 = 1.0, Works;
-        /// Flow models: the target moves further from the image: `noise - latents * (1 + strength * (1 - t))`.
+        /// Flow models: the target moves further from the image: `noise - latents * (1 + strength * (1 - t))`. Not of batches with masks
+        /// under `inverted_mask_prior`.
         do_signal_amplification: bool = false, Works;
         /// That strength.
         signal_amplification_strength: f64 = 0.5, Works;

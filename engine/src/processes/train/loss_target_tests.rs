@@ -148,6 +148,32 @@ fn stepped_losses_are_those_of_flow_matching() {
     }
 }
 
+/// As in ai-toolkit.
+#[test]
+fn the_target_of_masked_batches_is_not_amplified_where_the_rest_is_kept() {
+    let with = |is_masked: bool, amplifies: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = flow_trainer(dir.path(), ArchName::Flux, &fixtures().join("tiny_flux"), 2);
+        process.train.inverted_mask_prior = true;
+        process.train.do_signal_amplification = amplifies;
+        if is_masked {
+            let masks = dir.path().join("masks");
+            std::fs::create_dir(&masks).unwrap();
+            for entry in std::fs::read_dir(dir.path().join("data")).unwrap() {
+                let path = entry.unwrap().path();
+                if let Ok((width, height)) = image::image_dimensions(&path) {
+                    let mask = image::GrayImage::from_fn(width, height, |x, _| image::Luma([(x * 5) as u8]));
+                    mask.save(masks.join(path.file_name().unwrap())).unwrap();
+                }
+            }
+            process.datasets[0].mask_path = Some(masks.display().to_string());
+        }
+        run(&process)
+    };
+    assert_eq!(with(true, true), with(true, false));
+    assert!(all_differ(&with(false, true), &with(false, false)));
+}
+
 #[test]
 fn what_the_model_cannot_learn_is_refused() {
     let message = |change: &dyn Fn(&mut TrainerProcess)| {

@@ -520,6 +520,11 @@ impl Run<'_> {
             };
             loss_inputs.guidance_loss_prediction = Some(prediction.iter().map(Tensor::detach).collect());
         }
+        let mut options = self.loss.clone();
+        if loss_inputs.outside_mask.is_some() {
+            // As in ai-toolkit.
+            options.signal_amplification = 0.0;
+        }
         let forward = || {
             let conditioning = match &cached {
                 Some(conditioning) => conditioning.clone(),
@@ -534,7 +539,7 @@ impl Run<'_> {
                 mask: mask.clone(),
                 loss_inputs: loss_inputs.clone(),
             };
-            loss(&predict, &*self.objective, &self.loss, &micro_batch)
+            loss(&predict, &*self.objective, &options, &micro_batch)
         };
         let train = &self.process.train;
         let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
