@@ -188,6 +188,18 @@ fn check_targets(process: &TrainerProcess, cx: &mut ReadContext) {
                 "has no effect together with `t0_loss_target`, whose target is the image",
             );
         }
+        return;
+    }
+    if train.diff_output_preservation || train.blank_prompt_preservation {
+        let of_train = Some("train.do_prior_divergence".to_owned());
+        // Batches with masks are compared with the prediction without the adapter anyway.
+        let of_train = of_train.filter(|_| train.do_prior_divergence && !train.inverted_mask_prior);
+        for key in of_train.into_iter().chain(of_sets()) {
+            cx.warn_at(
+                &key,
+                "has no effect together with a preservation loss, as in ai-toolkit",
+            );
+        }
     } else if train.do_prior_divergence {
         for key in of_sets() {
             cx.warn_at(&key, "has no effect together with `train.do_prior_divergence`");

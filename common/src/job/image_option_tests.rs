@@ -157,3 +157,20 @@ fn weights_that_another_weight_replaces_are_warned_of() {
     assert_eq!(errors, [""; 0]);
     assert_one(&warnings, &["train.min_snr_gamma", "`snr_gamma`"]);
 }
+
+#[test]
+fn targets_that_a_preservation_loss_replaces_are_warned_of() {
+    let text = with_line_after("folder_path", "          prior_reg: true");
+    let preserving = |more: &str| {
+        let line = "        steps: 10\n";
+        let (errors, warnings) =
+            findings(&text.replace(line, &format!("{line}        blank_prompt_preservation: true\n{more}")));
+        assert_eq!(errors, [""; 0]);
+        warnings
+    };
+    assert_eq!(findings(&text), (vec![], vec![]));
+    assert_one(&preserving(""), &["datasets[0].prior_reg", "preservation loss"]);
+    let both = preserving("        do_prior_divergence: true\n");
+    assert_eq!(both.len(), 2, "{both:?}");
+    assert_one(&both[..1], &["train.do_prior_divergence", "preservation loss"]);
+}

@@ -150,6 +150,30 @@ fn stepped_losses_are_those_of_flow_matching() {
 
 /// As in ai-toolkit.
 #[test]
+fn beside_a_preservation_loss_the_target_is_the_noise_and_nothing_diverges() {
+    let with = |change: &dyn Fn(&mut TrainerProcess)| {
+        losses_with(3, &|process| {
+            process.train.lr = 0.05;
+            change(process);
+        })
+    };
+    let options: [fn(&mut TrainerProcess); 2] = [
+        |process| process.train.do_prior_divergence = true,
+        |process| process.datasets[0].prior_reg = true,
+    ];
+    let [plain, preserving] = [false, true].map(|on| with(&|process| process.train.blank_prompt_preservation = on));
+    for option in options {
+        assert_ne!(with(&option), plain);
+        let both = with(&|process| {
+            process.train.blank_prompt_preservation = true;
+            option(process);
+        });
+        assert_eq!(both, preserving);
+    }
+}
+
+/// As in ai-toolkit.
+#[test]
 fn the_target_of_masked_batches_is_not_amplified_where_the_rest_is_kept() {
     let with = |is_masked: bool, amplifies: bool| {
         let dir = tempfile::tempdir().unwrap();

@@ -424,9 +424,20 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
 /// Whether the noise in the target is corrected by the prediction without the adapter. In ai-toolkit, a preservation loss has that
 /// prediction for itself.
 pub(super) fn corrects_norm(process: &TrainerProcess) -> bool {
+    process.train.correct_pred_norm && !preserves(process) && !uses_source(process)
+}
+
+/// Whether a preservation loss is added.
+fn preserves(process: &TrainerProcess) -> bool {
+    process.train.diff_output_preservation || process.train.blank_prompt_preservation
+}
+
+/// Whether the prediction without the adapter is the target of a data set, or the loss moves away from it. As in ai-toolkit, not
+/// beside a preservation loss.
+pub(super) fn compares_with_base(process: &TrainerProcess, has_prior_target: bool) -> bool {
     let train = &process.train;
-    let preserves = train.diff_output_preservation || train.blank_prompt_preservation;
-    train.correct_pred_norm && !preserves && !uses_source(process)
+    let compares = train.do_prior_divergence || (has_prior_target && !train.correct_pred_norm);
+    compares && !preserves(process)
 }
 
 /// Whether the loss compares images instead of noise or velocities (`loss_target`).

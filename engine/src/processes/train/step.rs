@@ -474,9 +474,8 @@ impl Run<'_> {
         let dataset = &self.data.datasets[step_batch.batch.dataset].options;
         let strength = dataset.network_weight;
         let corrects_norm = options::corrects_norm(process) && !dataset.regularisation;
-        let has_prior_target = dataset.prior_target && !process.train.correct_pred_norm;
         let uses_base =
-            process.train.do_prior_divergence || outside_mask.is_some() || has_prior_target || corrects_norm;
+            options::compares_with_base(process, dataset.prior_target) || outside_mask.is_some() || corrects_norm;
         let mut loss_inputs = LossInputs {
             guidance_scales: prompts.guidance_scales.clone(),
             corrects_norm,
