@@ -25,7 +25,7 @@ impl TrainingCfg {
         timesteps: &Tensor,
         [unconditional, conditional]: [&Conditioning; 2],
     ) -> Result<Vec<Tensor>> {
-        if self.scale == 1.0 {
+        if self.scale == 1.0 && self.rescale == 1.0 {
             return model.predict(latents, timesteps, conditional);
         }
         let items = timesteps.dim(0)?;

@@ -148,6 +148,19 @@ fn stepped_losses_are_those_of_flow_matching() {
     }
 }
 
+#[test]
+fn a_prediction_with_guidance_of_scale_1_is_rescaled() {
+    let with = |is_guided: bool, rescale: Option<f64>| {
+        losses_with(2, &|process| {
+            process.train.do_cfg = is_guided;
+            process.train.cfg_rescale = rescale;
+        })
+    };
+    let plain = with(false, None);
+    assert_eq!(with(true, None), plain);
+    assert!(all_differ(&with(true, Some(8.0)), &plain));
+}
+
 /// As in ai-toolkit.
 #[test]
 fn beside_a_preservation_loss_the_target_is_the_noise_and_nothing_diverges() {
