@@ -125,6 +125,7 @@ pub(super) fn lora_step(
             timesteps: vec![500.0],
             noise: vec![normal_f32(compute, &[1, 4, side, side])?],
             input_noise: Vec::new(),
+            has_stepped: false,
         },
         conditioning: conditioning(compute, &unet)?,
         weights: vec![1.0],

@@ -44,6 +44,7 @@ impl Objective for FlowMatch {
         Ok(NoiseDraw {
             timesteps,
             input_noise: draw_input_noise(&self.noise, generator, &noise)?,
+            has_stepped: false,
             noise,
         })
     }
@@ -177,5 +178,6 @@ pub fn step_to(
         timesteps: next,
         noise,
         input_noise: Vec::new(),
+        has_stepped: true,
     })
 }

@@ -162,11 +162,12 @@ pub fn noisy_latents(
                 timesteps: drawn.timesteps.clone(),
                 noise: noise.collect::<candle_core::Result<_>>()?,
                 input_noise: Vec::new(),
+                has_stepped: drawn.has_stepped,
             };
             objective.noisy(latents, &perturbed)?
         }
     };
-    match options.noisy_multiplier == 1.0 {
+    match drawn.has_stepped || options.noisy_multiplier == 1.0 {
         true => Ok(noisy),
         false => noisy.iter().map(|x| Ok((x * options.noisy_multiplier)?)).collect(),
     }
@@ -247,6 +248,7 @@ fn targets(objective: &dyn Objective, options: &LossOptions, batch: &MicroBatch)
         timesteps: drawn.timesteps.clone(),
         noise: noise.collect::<candle_core::Result<_>>()?,
         input_noise: Vec::new(),
+        has_stepped: drawn.has_stepped,
     };
     let targets = objective.target(latents, &scaled)?;
     if options.signal_amplification == 0.0 {

@@ -14,6 +14,9 @@ pub struct NoiseDraw {
     pub noise: Vec<Tensor>,
     /// More noise that the noisy latents get and the target does not know (`ip_noise_gamma`). Empty: none.
     pub input_noise: Vec<Tensor>,
+    /// The model has taken a step from noisy latents, and this noise leads to where it arrived ([`step_to`](super::step_to)). The factor
+    /// of the noisy latents is in it.
+    pub has_stepped: bool,
 }
 
 impl NoiseDraw {

@@ -111,6 +111,7 @@ pub fn draw(options: &NoiseOptions, generator: &mut TorchGenerator, inputs: &Dra
     Ok(NoiseDraw {
         timesteps,
         input_noise: draw_input_noise(options, generator, &noise)?,
+        has_stepped: false,
         noise,
     })
 }

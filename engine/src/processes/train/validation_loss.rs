@@ -87,6 +87,7 @@ impl Run<'_> {
                 timesteps: vec![self.objective.timestep_at(*level)],
                 noise: noise.clone(),
                 input_noise: Vec::new(),
+                has_stepped: false,
             };
             let times = self.timesteps_of(&drawn)?;
             let noisy = self.objective.noisy(&latents, &drawn)?;

@@ -88,6 +88,7 @@ impl Family {
                         timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                         noise: vec![row("noise")],
                         input_noise: Vec::new(),
+                        has_stepped: false,
                     },
                     conditioning: model.with_sizes(conditioning, &sizes(inputs.get("time_ids"), step))?,
                     weights: vec![1.0; texts.len()],

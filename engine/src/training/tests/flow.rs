@@ -5,8 +5,8 @@ use crate::data::{CaptionRules, TagRules, build_caption};
 use crate::samplers::SamplerParams;
 use crate::testing::fixtures;
 use crate::training::{
-    DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, NoiseDraw, NoiseLevelPreference, NoiseOptions, Objective,
-    batch_generator,
+    DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, NoiseDraw, NoiseLevelPreference, NoiseOptions,
+    Objective, batch_generator, noisy_latents, step_to,
 };
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -104,10 +104,40 @@ fn the_velocity_leads_from_the_image_to_the_noise() {
         timesteps: vec![0.0, 250.0],
         noise: vec![Tensor::new(&[[9f32, 9.0], [7.0, -4.0]], &Device::Cpu).unwrap()],
         input_noise: Vec::new(),
+        has_stepped: false,
     };
     let noisy = objective.noisy(&latents, &drawn).unwrap().remove(0);
     assert_eq!(noisy.to_vec2::<f32>().unwrap(), [[1.0, 2.0], [4.0, 2.0]]);
     let target = objective.target(&latents, &drawn).unwrap().remove(0);
     assert_eq!(target.to_vec2::<f32>().unwrap(), [[8.0, 7.0], [4.0, -8.0]]);
     assert!(objective.loss_weight(500.0).unwrap() > objective.loss_weight(900.0).unwrap());
+}
+
+/// The factor of the noisy latents counts once, before the step (`timestep_type: next_sample`).
+#[test]
+fn noisy_latents_after_a_step_are_where_it_arrived() {
+    let objective = FlowMatch {
+        timesteps: FlowTimesteps::Linear,
+        weighting: FlowWeighting::Even,
+        noise: NoiseOptions::default(),
+    };
+    let options = LossOptions {
+        noisy_multiplier: 0.5,
+        ..LossOptions::default()
+    };
+    let tensor = |values: [f32; 2]| [Tensor::new(&[values], &Device::Cpu).unwrap()];
+    let (latents, predicted) = (tensor([2.0, 4.0]), tensor([8.0, -8.0]));
+    let drawn = NoiseDraw {
+        timesteps: vec![750.0],
+        noise: tensor([6.0, 0.0]).to_vec(),
+        input_noise: Vec::new(),
+        has_stepped: false,
+    };
+    let noisy = noisy_latents(&objective, &options, &latents, &drawn).unwrap();
+    let stepped = step_to(&latents, &noisy, &predicted, &drawn, vec![500.0]).unwrap();
+    let [found] = &noisy_latents(&objective, &options, &latents, &stepped).unwrap()[..] else {
+        panic!("one tensor");
+    };
+    // (0.25 * 2 + 0.75 * 6) / 2 - 8 / 4, (0.25 * 4) / 2 + 8 / 4
+    assert_eq!(found.to_vec2::<f32>().unwrap(), [[0.5, 2.5]]);
 }

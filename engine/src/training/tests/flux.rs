@@ -109,6 +109,7 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
                     timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                     noise: vec![row("noise")],
                     input_noise: Vec::new(),
+                    has_stepped: false,
                 },
                 conditioning: model.with_guidance(conditioning.clone(), &[guidance])?,
                 weights: vec![1.0; texts.len()],
@@ -235,6 +236,7 @@ fn kontext_matches_the_reference() {
         timesteps: row("timesteps", 0).to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
         noise: vec![row("noise", 0)],
         input_noise: Vec::new(),
+        has_stepped: false,
     };
     let noisy = OBJECTIVE().noisy(&[row("latents", 0)], &drawn).unwrap();
     let conditioning = ConditioningCache::encode(&texts, &model).unwrap();

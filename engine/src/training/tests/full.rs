@@ -94,6 +94,7 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
                     timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
                     noise: vec![row("noise")],
                     input_noise: Vec::new(),
+                    has_stepped: false,
                 },
                 conditioning: ConditioningCache::encode(&texts, &model)?,
                 weights: vec![1.0, 1.0],

@@ -103,6 +103,7 @@ fn losses_match_the_reference() {
                 timesteps: numbers(&case["timesteps"]).iter().map(|t| *t as f32).collect(),
                 noise: vec![noise],
                 input_noise: Vec::new(),
+                has_stepped: false,
             },
             conditioning: Conditioning::default(),
             weights: numbers(&case["weights"]),

@@ -70,6 +70,7 @@ fn five_steps_of((variant, folder): Tiny, dtype: DType, checkpointing: Checkpoin
                 timesteps: vec![417.0, 30.0],
                 noise: vec![noise],
                 input_noise: Vec::new(),
+                has_stepped: false,
             },
             conditioning: model.with_sizes(conditioning, &sizes).unwrap(),
             weights: vec![1.0, 0.5],

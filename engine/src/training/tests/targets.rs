@@ -77,6 +77,7 @@ impl Case {
             timesteps: self.timesteps.to_vec(),
             noise: vec![noise],
             input_noise: Vec::new(),
+            has_stepped: false,
         };
         let corrects_norm = self.options.norm_correction.is_some();
         let batch = MicroBatch {
@@ -244,6 +245,7 @@ fn models_that_predict_the_velocity_of_diffusion_have_no_source() {
         timesteps: vec![3.0, 4.0],
         noise: vec![x.clone()],
         input_noise: Vec::new(),
+        has_stepped: false,
     };
     assert!(
         diffusion(PredictionType::VPrediction)

@@ -54,6 +54,7 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
                     timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                     noise: vec![row("noise")],
                     input_noise: Vec::new(),
+                    has_stepped: false,
                 },
                 conditioning: conditioning.clone(),
                 weights: vec![1.0; texts.len()],
