@@ -114,7 +114,7 @@ section! {
         min_denoising_steps: u32 = 0, Works;
         /// Largest index of the timestep table that is drawn.
         max_denoising_steps: u32 = 999, Works;
-        /// Length of the timestep table.
+        /// Length of the timestep table. Diffusion models: `n` entries are `1000 / n` (a whole number) apart, and the last is 0.
         num_train_timesteps: u32 = 1000, Works;
         /// Flow models: even timesteps with a bell-shaped loss weight.
         linear_timesteps: bool = false, Works;

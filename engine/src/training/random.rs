@@ -30,6 +30,8 @@ pub struct NoiseOptions {
     pub max_index: u32,
     /// The length of the table.
     pub table_len: u32,
+    /// How far the entries of a diffusion model's table, which ends with 0, are apart.
+    pub table_spacing: u32,
     /// `noise_offset`: the strength of one additional noise value per item and channel.
     pub offset: f64,
     /// `noise_offset_random_strength`: that strength is the largest.
@@ -69,6 +71,7 @@ impl Default for NoiseOptions {
             min_index: 0,
             max_index: 999,
             table_len: 1000,
+            table_spacing: 1,
             offset: 0.0,
             random_offset: false,
             adaptive_offset: 0.0,
@@ -105,7 +108,7 @@ pub fn draw(options: &NoiseOptions, generator: &mut TorchGenerator, inputs: &Dra
     let last = i64::from(options.table_len) - 1;
     let timesteps = draw_indices(options, generator, inputs.items())
         .into_iter()
-        .map(|i| (last - i).clamp(0, last) as f32)
+        .map(|i| ((last - i).clamp(0, last) * i64::from(options.table_spacing)) as f32)
         .collect();
     let noise = draw_noise(options, generator, inputs)?;
     Ok(NoiseDraw {

@@ -88,3 +88,30 @@ fn flow_weighting(process: &TrainerProcess) -> FlowWeighting {
         _ => FlowWeighting::Even,
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::training::{DrawInputs, batch_generator, draw};
+    use candle_core::{DType, Device, Tensor};
+
+    /// The timesteps of a sampler with as many steps (`timestep_spacing: leading`), as in ai-toolkit.
+    #[test]
+    fn a_shorter_table_of_timesteps_spans_all_noise_levels() {
+        let mut process = TrainerProcess::default();
+        let mut drawn = |entries: u32, index: u32| {
+            let train = &mut process.train;
+            train.num_train_timesteps = entries;
+            (train.min_denoising_steps, train.max_denoising_steps) = (index, index);
+            let latents = [Tensor::zeros((1, 4, 2, 2), DType::F32, &Device::Cpu).unwrap()];
+            let (noise, inputs) = (options::noise_options(&process, 1000), DrawInputs::new(&latents));
+            draw(&noise, &mut batch_generator(1, 2, 3), &inputs).unwrap().timesteps[0]
+        };
+        for (entries, first) in [(1000, 999.0), (700, 699.0), (500, 998.0), (300, 897.0), (1, 0.0)] {
+            assert_eq!(drawn(entries, 0), first, "{entries} entries");
+            assert_eq!(drawn(entries, entries - 1), 0.0, "{entries} entries");
+        }
+        assert_eq!(drawn(500, 1), 996.0);
+    }
+}

@@ -515,7 +515,8 @@ pub(super) fn snr_weighting(process: &TrainerProcess) -> SnrWeighting {
 /// Converts the options of drawing noise and timesteps. `schedule_steps`: training timesteps of the model's schedule.
 pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> NoiseOptions {
     let train = &process.train;
-    let table = train.num_train_timesteps.min(schedule_steps as u32).max(1);
+    let schedule_steps = schedule_steps as u32;
+    let table = train.num_train_timesteps.min(schedule_steps).max(1);
     NoiseOptions {
         preference: match train.content_or_style {
             ContentOrStyle::Balanced => NoiseLevelPreference::Balanced,
@@ -525,6 +526,7 @@ pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> 
         min_index: train.min_denoising_steps.min(table - 1),
         max_index: train.max_denoising_steps.min(table - 1),
         table_len: table,
+        table_spacing: (schedule_steps / table).max(1),
         offset: train.noise_offset,
         random_offset: train.noise_offset_random_strength,
         adaptive_offset: train.adaptive_noise_scale,
