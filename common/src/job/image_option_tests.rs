@@ -174,3 +174,17 @@ fn targets_that_a_preservation_loss_replaces_are_warned_of() {
     assert_eq!(both.len(), 2, "{both:?}");
     assert_one(&both[..1], &["train.do_prior_divergence", "preservation loss"]);
 }
+
+#[test]
+fn timesteps_of_a_sampler_cannot_be_even() {
+    let of_flux = |lines: &str| {
+        let text = with_line_after("steps: 10", &format!("        noise_scheduler: flowmatch\n{lines}"));
+        findings(&text.replace("name_or_path: base", "name_or_path: base\n        arch: flux"))
+    };
+    for key in ["linear_timesteps", "linear_timesteps2"] {
+        let (errors, _) = of_flux(&format!("        timestep_type: next_sample\n        {key}: true"));
+        assert_one(&errors, &[&format!("train.{key}"), "timestep_type: next_sample"]);
+        let (errors, _) = of_flux(&format!("        timestep_type: two_step\n        {key}: true"));
+        assert_eq!(errors, [""; 0]);
+    }
+}

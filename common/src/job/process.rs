@@ -179,6 +179,16 @@ fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
         let message = "expected at least 3: a step leads from one timestep to another, and the last one is not trained";
         report.error(join(path, "train.next_sample_timesteps"), message.to_owned());
     }
+    for (on, key) in [
+        (train.linear_timesteps, "linear_timesteps"),
+        (train.linear_timesteps2, "linear_timesteps2"),
+    ] {
+        if on && train.timestep_type == TimestepType::NextSample {
+            let message =
+                "contradicts `timestep_type: next_sample`, whose timesteps are those of a sampler: remove one of them";
+            report.error(join(path, &format!("train.{key}")), message.to_owned());
+        }
+    }
     let shiftable = matches!(train.timestep_type, TimestepType::Sigmoid | TimestepType::Linear);
     if let Some(key) = train.shifts_timesteps().filter(|_| !shiftable) {
         let message = "only changes the timesteps of `timestep_type: sigmoid` and `linear`";

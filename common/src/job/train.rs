@@ -116,7 +116,7 @@ section! {
         max_denoising_steps: u32 = 999, Works;
         /// Length of the timestep table. Diffusion models: `n` entries are `1000 / n` (a whole number) apart, and the last is 0.
         num_train_timesteps: u32 = 1000, Works;
-        /// Flow models: even timesteps with a bell-shaped loss weight.
+        /// Flow models: even timesteps with a bell-shaped loss weight. Not with `timestep_type: next_sample`.
         linear_timesteps: bool = false, Works;
         /// Flow models: the same with half a bell.
         linear_timesteps2: bool = false, Works;

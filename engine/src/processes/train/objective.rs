@@ -59,15 +59,16 @@ fn check_v_prediction(process: &TrainerProcess) -> Result<()> {
 fn flow_timesteps(process: &TrainerProcess, params: SamplerParams) -> Result<FlowTimesteps> {
     let train = &process.train;
     let timesteps = match train.timestep_type {
+        // These entries are of the even table.
+        TimestepType::OneStep => FlowTimesteps::FewSteps(1),
+        TimestepType::TwoStep => FlowTimesteps::FewSteps(2),
+        TimestepType::FourStep => FlowTimesteps::FewSteps(4),
+        TimestepType::EightStep => FlowTimesteps::FewSteps(8),
         _ if train.linear_timesteps || train.linear_timesteps2 => FlowTimesteps::Linear,
         TimestepType::Sigmoid => FlowTimesteps::Sigmoid(train.timestep_sigmoid_scale),
         TimestepType::Linear | TimestepType::Weighted => FlowTimesteps::Linear,
         TimestepType::Shift => FlowTimesteps::Shift(Box::new(params)),
         TimestepType::LognormBlend => FlowTimesteps::LognormBlend,
-        TimestepType::OneStep => FlowTimesteps::FewSteps(1),
-        TimestepType::TwoStep => FlowTimesteps::FewSteps(2),
-        TimestepType::FourStep => FlowTimesteps::FewSteps(4),
-        TimestepType::EightStep => FlowTimesteps::FewSteps(8),
         TimestepType::NextSample => FlowTimesteps::NextSample(Box::new(params), train.next_sample_timesteps),
     };
     let shift = match train.timestep_shift_by_size {
@@ -113,5 +114,26 @@ mod tests {
             assert_eq!(drawn(entries, entries - 1), 0.0, "{entries} entries");
         }
         assert_eq!(drawn(500, 1), 996.0);
+    }
+
+    /// As in ai-toolkit, the bell weighs the loss of the entries that are trained.
+    #[test]
+    fn few_timesteps_are_weighed_by_the_bell() {
+        let mut process = TrainerProcess::default();
+        process.train.linear_timesteps = true;
+        for (kind, steps) in [
+            (TimestepType::OneStep, 1),
+            (TimestepType::TwoStep, 2),
+            (TimestepType::FourStep, 4),
+            (TimestepType::EightStep, 8),
+        ] {
+            process.train.timestep_type = kind;
+            let timesteps = flow_timesteps(&process, SamplerParams::default()).unwrap();
+            assert_eq!(timesteps, FlowTimesteps::FewSteps(steps), "{kind:?}");
+            assert_eq!(flow_weighting(&process), FlowWeighting::Bell);
+        }
+        process.train.timestep_type = TimestepType::Shift;
+        let timesteps = flow_timesteps(&process, SamplerParams::default()).unwrap();
+        assert_eq!(timesteps, FlowTimesteps::Linear);
     }
 }
