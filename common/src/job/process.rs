@@ -59,7 +59,7 @@ section! {
         save: SaveConfig = SaveConfig::default(), Works;
         /// Sample images during the training.
         sample: SampleConfig = SampleConfig::default(), Works;
-        /// A second `sample` section, used once, at step 0.
+        /// A second `sample` section: images that are made once, before those of `sample` at step 0, even with `skip_first_sample`.
         first_sample: Option<SampleConfig> = None, Works;
         /// Logging.
         logging: LoggingConfig = LoggingConfig::default(), Works;

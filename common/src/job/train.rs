@@ -67,9 +67,9 @@ section! {
         train_text_encoder: bool = false, Works;
         /// Train the refiner.
         train_refiner: bool = true, Accepted("only with a refiner model");
-        /// No samples before the first step.
+        /// No samples before the first step but those of `first_sample`.
         skip_first_sample: bool = false, Works;
-        /// Samples before the first step even on resume.
+        /// Samples before the first step even on resume. Not with `skip_first_sample`.
         force_first_sample: bool = false, Works;
         /// No samples at all.
         disable_sampling: bool = false, Works;

@@ -197,6 +197,7 @@ impl<'a> Run<'a> {
             last_checkpoint: None,
             interrupted_saves: Vec::new(),
             kept_saves: Vec::new(),
+            first_samples: Vec::new(),
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
             learned_snr: options::learns_snr(process).then(SharedLearnedSnr::default),
@@ -234,12 +235,11 @@ impl<'a> Run<'a> {
             self.emit_final_save(cx)?;
             return Ok(Outcome::Completed);
         }
-        let baseline =
-            (self.start_step == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
-        if baseline && self.start_step < steps {
-            self.sample(cx, self.start_step, true)?;
-        } else if self.start_step > 0 && self.start_step < steps {
-            self.finish_last_checkpoint(cx)?;
+        if self.start_step < steps {
+            self.sample_before_training(cx)?;
+            if self.start_step > 0 {
+                self.finish_last_checkpoint(cx)?;
+            }
         }
         self.measure_missed_validation(cx)?;
         if self.start_step < steps {

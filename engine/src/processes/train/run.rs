@@ -20,6 +20,7 @@ use aitk_common::job::lr_factor::lr_factor;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use candle_core::DType;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -55,6 +56,8 @@ pub(super) struct Run<'a> {
     /// Steps, also of earlier attempts, that were saved because of the config or because the user asked for it. Without those
     /// whose saves retention has removed.
     pub(super) kept_saves: Vec<u64>,
+    /// The images of `first_sample` that this attempt made. Those of `sample` at step 0 do not replace them.
+    pub(super) first_samples: Vec<PathBuf>,
     /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
     pub(super) non_finite_steps: u64,
     /// The images on which the loss is measured now and then.

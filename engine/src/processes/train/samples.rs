@@ -13,7 +13,7 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::prompt::ImageRequest;
 use std::cell::RefCell;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 impl Run<'_> {
@@ -38,9 +38,25 @@ impl Run<'_> {
         !self.process.train.disable_sampling && !requests.is_empty()
     }
 
-    /// Samples the images of the `sample` section (`first_sample` once, before the first step) with the current
-    /// weights, as `samples/<unix ms>__<step>_<index>.<format>`. Returns `false` when the run should stop; finished
-    /// images are kept.
+    /// Makes the samples before the first step of this attempt: where a training begins those of `first_sample`, even with
+    /// `skip_first_sample`, as those of step 0; then those of `sample`.
+    pub(super) fn sample_before_training(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let train = &self.process.train;
+        // In ai-toolkit, step 1 is a beginning, too. Here, a run that was interrupted there has its samples.
+        let starts_at_1 = train.start_step == Some(1) && self.configured_start_step != Some(1);
+        let begins = self.start_step == 0 || (self.start_step == 1 && starts_at_1);
+        let of_sample = !train.skip_first_sample && (begins || train.force_first_sample);
+        if begins && self.process.first_sample.is_some() && !self.sample(cx, 0, true)? {
+            return Ok(());
+        }
+        if of_sample {
+            self.sample(cx, self.start_step, false)?;
+        }
+        Ok(())
+    }
+
+    /// Samples the images of the `sample` section (`first`: of `first_sample`) with the current weights, as
+    /// `samples/<unix ms>__<step>_<index>.<format>`. Returns `false` when the run should stop; finished images are kept.
     pub(super) fn sample(&mut self, cx: &mut Context<'_>, step: u64, first: bool) -> Result<bool> {
         let section = match &self.process.first_sample {
             Some(section) if first => section,
@@ -68,7 +84,9 @@ impl Run<'_> {
         let root = self.folder.root.clone();
         let control_images = cx.control_images(&requests)?;
         let _switched = self.switched_loras.while_sampling();
-        self.with_ema_weights(|run| {
+        let kept = std::mem::take(&mut self.first_samples);
+        let mut written = Vec::new();
+        let completed = self.with_ema_weights(|run| {
             let settings = SampleSettings {
                 // The training itself finds such numbers, and ends with the advice for it.
                 refuse_non_finite: false,
@@ -107,8 +125,10 @@ impl Run<'_> {
                     let text = format!("{} --seed {seed}", request.prompt);
                     let bytes = encode(&image, format, &[("parameters", &text)])?;
                     fsutil::write_atomic(&path, |out| out.write_all(&bytes))?;
-                    remove_older_samples(&folder, &naming::sample_tail(step, index, suffix), &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
+                    written.push(path);
+                    let current = kept.iter().chain(&written);
+                    remove_older_samples(&folder, &naming::sample_tail(step, index, suffix), current);
                     Ok(())
                 },
             )?;
@@ -122,7 +142,9 @@ impl Run<'_> {
                 );
             }
             Ok::<bool, EngineError>(completed)
-        })
+        })?;
+        self.first_samples = if first { written } else { kept };
+        Ok(completed)
     }
 }
 
@@ -192,13 +214,13 @@ fn is_sample(file: &str, name: &str) -> bool {
         .is_some_and(|stamp| !stamp.is_empty() && stamp.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Removes earlier images of the same step and index, which are left when a run repeats a step.
-fn remove_older_samples(folder: &Path, name: &str, keep: &Path) {
+/// Removes the images of the same step and index but the `current` ones: they are left when a run repeats a step.
+fn remove_older_samples<'a>(folder: &Path, name: &str, current: impl Iterator<Item = &'a PathBuf> + Clone) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name().to_string_lossy().into_owned();
         if is_sample(&file, name)
-            && path != keep
+            && !current.clone().any(|current| *current == path)
             && let Err(error) = fsutil::remove(&path)
         {
             tracing::warn!(%error, "cannot remove an older sample");

@@ -371,3 +371,67 @@ fn samples_are_written_and_do_not_change_the_training() {
     assert_eq!(steps, [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]);
     assert_eq!(saved_lora(dir.path()), saved_lora(plain.path()));
 }
+
+/// As in ai-toolkit: the images of `first_sample` are made at the beginning in any case, and replace no others.
+#[test]
+fn the_first_samples_are_made_beside_those_of_the_beginning() {
+    use aitk_common::job::sample::{SampleConfig, SampleItem};
+    let section = |prompts: &[&str]| SampleConfig {
+        width: 64,
+        height: 64,
+        sample_steps: 1,
+        samples: prompts
+            .iter()
+            .map(|prompt| SampleItem {
+                prompt: (*prompt).to_owned(),
+                ..SampleItem::default()
+            })
+            .collect(),
+        ..SampleConfig::default()
+    };
+    let with_samples = |root: &Path| {
+        let mut process = trainer(root, 2);
+        process.train.disable_sampling = false;
+        process.sample = section(&["a circle", "a square"]);
+        process.first_sample = Some(section(&["a dog"]));
+        process
+    };
+    // The steps and the indices of the images that exist at the end.
+    let made = |process: TrainerProcess| {
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let sample = |event: &ChildEvent| match event {
+            ChildEvent::Artifact {
+                kind,
+                path,
+                step,
+                index,
+                ..
+            } if kind == "sample" && path.is_file() => Some((step.unwrap(), index.unwrap())),
+            _ => None,
+        };
+        events.iter().filter_map(sample).collect::<Vec<_>>()
+    };
+    let with = |change: &dyn Fn(&mut TrainerProcess)| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = with_samples(dir.path());
+        change(&mut process);
+        made(process)
+    };
+    assert_eq!(with(&|_| {}), [(0, 0), (0, 0), (0, 1), (2, 0), (2, 1)]);
+    for forces in [false, true] {
+        let skipping = with(&|process| {
+            process.train.skip_first_sample = true;
+            process.train.force_first_sample = forces;
+        });
+        assert_eq!(skipping, [(0, 0), (2, 0), (2, 1)]);
+    }
+    let from_1 = with(&|process| process.train.start_step = Some(1));
+    assert_eq!(from_1, [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]);
+
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = with_samples(dir.path());
+    assert_eq!(stop_at(&spec(process.clone()), 1).0, Outcome::stopped());
+    process.train.force_first_sample = true;
+    assert_eq!(made(process), [(1, 0), (1, 1), (2, 0), (2, 1)]);
+}
