@@ -92,7 +92,7 @@ section! {
         merge_network_on_save: bool = false, Works;
         /// The strength of that merge.
         merge_network_on_save_strength: f64 = 1.0, Works;
-        /// Run a batch one item at a time.
+        /// Run a batch one item at a time. Gradients are those of the mean of the items, as without it; in ai-toolkit of their sum.
         single_item_batching: bool = false, Accepted("saves memory only");
         /// No effect, as in ai-toolkit.
         weight_jitter: f64 = 0.0, Accepted("never had an effect");
