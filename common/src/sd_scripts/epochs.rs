@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// What decides the number of batches of a data set.
+#[derive(Clone)]
 pub(super) struct CountedDataset {
     pub batch_size: u64,
     /// Buckets, if they are on.
@@ -14,6 +15,7 @@ pub(super) struct CountedDataset {
 }
 
 /// A folder of a data set.
+#[derive(Clone)]
 pub(super) struct CountedSubset {
     pub folder: PathBuf,
     pub repeats: u64,
@@ -51,8 +53,7 @@ fn batches_of(dataset: &CountedDataset) -> Result<u64, String> {
     let images = repeated_images(dataset)?;
     let batch_size = dataset.batch_size.max(1);
     let Some(buckets) = dataset.buckets.filter(|_| batch_size > 1) else {
-        let count: u64 = images.iter().map(|(_, repeats)| repeats).sum();
-        return Ok(count.div_ceil(batch_size));
+        return Ok(total(images.iter().map(|(_, repeats)| *repeats)).div_ceil(batch_size));
     };
     let resolutions = bucket_resolutions(&buckets);
     let mut counts: BTreeMap<(u32, u32), u64> = BTreeMap::new();
@@ -63,9 +64,15 @@ fn batches_of(dataset: &CountedDataset) -> Result<u64, String> {
                 path.display().to_string().escape_debug()
             )
         })?;
-        *counts.entry(bucket_of(size, &buckets, &resolutions)).or_default() += repeats;
+        let count = counts.entry(bucket_of(size, &buckets, &resolutions)).or_default();
+        *count = count.saturating_add(repeats);
     }
-    Ok(counts.values().map(|count| count.div_ceil(batch_size)).sum())
+    Ok(total(counts.values().map(|count| count.div_ceil(batch_size))))
+}
+
+/// The sum; the largest number where it has no room.
+fn total(counts: impl Iterator<Item = u64>) -> u64 {
+    counts.fold(0, u64::saturating_add)
 }
 
 /// The images of a data set with their repeats. Regularisation images are repeated, or left out, until they are as many as the
@@ -93,42 +100,44 @@ fn repeated_images(dataset: &CountedDataset) -> Result<Vec<(PathBuf, u64)>, Stri
             train.extend(images)
         }
     }
-    let wanted: u64 = train.iter().map(|(_, repeats)| repeats).sum();
+    let wanted = total(train.iter().map(|(_, repeats)| *repeats));
     let mut count = 0_u64;
     let mut used = 0;
     for (_, repeats) in &reg {
         if count >= wanted {
             break;
         }
-        count += repeats;
+        count = count.saturating_add(*repeats);
         used += 1;
     }
     reg.truncate(used);
     if let (Some(missing), false) = (wanted.checked_sub(count), reg.is_empty()) {
         let (each, more) = (missing / reg.len() as u64, missing % reg.len() as u64);
         for (index, (_, repeats)) in reg.iter_mut().enumerate() {
-            *repeats += each + u64::from((index as u64) < more);
+            *repeats = repeats.saturating_add(each + u64::from((index as u64) < more));
         }
     }
     train.extend(reg);
     Ok(train)
 }
 
-/// The sizes of the buckets, sorted.
+/// The sizes of the buckets, sorted. The options have no side above `MAX_SIDE`.
 fn bucket_resolutions(options: &BucketOptions) -> Vec<(u32, u32)> {
     let step = options.step.max(1);
     let area = u64::from(options.resolution.0) * u64::from(options.resolution.1);
-    let (min, largest) = (options.min - options.min % step, options.largest.next_multiple_of(step));
+    let largest = options
+        .largest
+        .checked_next_multiple_of(step)
+        .unwrap_or(options.largest);
+    let min = options.min - options.min % step;
     let side = ((area as f64).sqrt() as u32) / step * step;
     let mut sizes = vec![(side, side)];
-    let mut width = min.max(step);
-    while width <= largest {
+    for width in (min.max(step)..=largest).step_by(step as usize) {
         let height = u32::try_from(area / u64::from(width)).unwrap_or(u32::MAX) / step * step;
         let height = height.min(largest);
         if height >= min {
             sizes.extend([(width, height), (height, width)]);
         }
-        width += step;
     }
     sizes.sort_unstable();
     sizes.dedup();
@@ -190,6 +199,23 @@ mod tests {
     };
 
     #[test]
+    fn the_largest_sides_of_buckets_do_not_overflow() {
+        let options = BucketOptions {
+            largest: u32::MAX - 63,
+            step: 1 << 28,
+            ..OPTIONS
+        };
+        assert_eq!(bucket_resolutions(&options).first(), Some(&(0, 0)));
+        let options = BucketOptions {
+            largest: u32::MAX,
+            step: 3 << 28,
+            min: 0,
+            ..options
+        };
+        assert_eq!(bucket_resolutions(&options).len(), 11);
+    }
+
+    #[test]
     fn buckets_are_those_of_sd_scripts() {
         let sizes = bucket_resolutions(&OPTIONS);
         assert_eq!(sizes.first(), Some(&(256, 832)));
@@ -238,6 +264,10 @@ mod tests {
         assert_eq!(batches(std::slice::from_ref(&dataset)), Ok(4));
         dataset.subsets[0].excluded = vec![folder.path().join("train/3.png"), folder.path().join("train/4.png")];
         assert_eq!(batches(std::slice::from_ref(&dataset)), Ok(3), "9 images");
+        dataset.subsets[0].repeats = i64::MAX.unsigned_abs();
+        dataset.subsets.push(subset("reg", u64::MAX, true));
+        dataset.batch_size = 1;
+        assert_eq!(batches(&[dataset.clone(), dataset.clone()]), Ok(u64::MAX), "not fewer");
         dataset.subsets[0].folder = folder.path().join("missing");
         assert!(batches(&[dataset]).unwrap_err().contains("max_train_steps"));
     }

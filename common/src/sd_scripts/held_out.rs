@@ -5,6 +5,7 @@ use super::python_random::PythonRandom;
 use super::report::{Import, Section};
 use crate::fsutil::regular;
 use crate::job::limits::{MAX_CAPTION_BYTES, MAX_VALIDATION_ITEMS};
+use crate::job::naming;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -41,9 +42,20 @@ pub(super) struct Captions<'a> {
 }
 
 impl Captions<'_> {
+    /// The caption file of an image: its name with the extension in place of its own. `None`: the extension is refused as that of the data set.
+    fn file(&self, image: &Path) -> Option<PathBuf> {
+        let mut name = image.file_stem()?.to_os_string();
+        let dot = if self.extension.starts_with('.') { "" } else { "." };
+        let suffix = format!("{dot}{}", self.extension);
+        naming::check_suffix(&suffix).ok()?;
+        name.push(suffix);
+        Some(image.with_file_name(name))
+    }
+
     fn of(&self, image: &Path) -> String {
-        let file = image.with_extension(self.extension.trim_start_matches('.'));
-        let text = regular::read_text(&file, MAX_CAPTION_BYTES).ok();
+        let text = self
+            .file(image)
+            .and_then(|file| regular::read_text(&file, MAX_CAPTION_BYTES).ok());
         let first = text
             .as_deref()
             .map(|text| text.trim_start_matches('\u{feff}').lines().next().unwrap_or("").trim());
@@ -155,5 +167,25 @@ mod tests {
         }
         assert_eq!(split(images.clone(), 1.0, 42).excluded.len(), 10);
         assert_eq!(split(Vec::new(), 0.5, 0).excluded.len(), 0);
+    }
+
+    #[test]
+    fn the_caption_file_has_the_image_s_name_with_another_extension() {
+        let file = |image: &str, extension| {
+            let captions = Captions {
+                extension,
+                default: "",
+                prefix: None,
+                suffix: None,
+            };
+            captions.file(Path::new(image))
+        };
+        let named = |name: &str| Some(PathBuf::from(name));
+        assert_eq!(file("cats/a.b.png", ".txt"), named("cats/a.b.txt"));
+        assert_eq!(file("cats/a.png", "txt"), named("cats/a.txt"));
+        assert_eq!(file("cats/a.png", "..txt"), named("cats/a..txt"));
+        for extension in ["a/b", "/b", "../b"] {
+            assert_eq!(file("cats/a.png", extension), None, "{extension}");
+        }
     }
 }

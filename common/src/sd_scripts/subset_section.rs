@@ -10,6 +10,7 @@ use super::levels::Levels;
 use super::option::size_of;
 use super::report::{Import, Section, number};
 use crate::job::Finding;
+use crate::job::limits::MAX_SIDE;
 use serde_json::json;
 use std::path::Path;
 
@@ -185,7 +186,12 @@ fn resolution(
     section.insert("buckets".into(), json!(buckets));
     if buckets {
         let side_of = |name: &str, default: i64, errors: &mut Vec<Finding>| {
-            u32::try_from(levels.whole(name, 1, default, errors)).unwrap_or(u32::MAX)
+            let side = levels.whole(name, 1, default, errors);
+            if side > i64::from(MAX_SIDE) {
+                let message = format!("expected at most {MAX_SIDE}, found {side}");
+                levels.error(name, message, errors);
+            }
+            u32::try_from(side).unwrap_or(MAX_SIDE).min(MAX_SIDE)
         };
         let options = BucketOptions {
             resolution: (width, height),

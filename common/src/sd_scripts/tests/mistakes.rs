@@ -98,6 +98,14 @@ fn mistakes_of_training_configs_are_named() {
             "enable_bucket = true\nmax_bucket_reso = 256",
             "max_bucket_reso: contradicts the resolution 512,512",
         ),
+        (
+            "enable_bucket = true\nmax_bucket_reso = 4294967232\nmax_train_epochs = 1\ntrain_batch_size = 2",
+            "max_bucket_reso: expected at most 16384, found 4294967232",
+        ),
+        (
+            "validation_split = 0.5\ncaption_extension = \"a/b\"",
+            "caption_extension: becomes `datasets[0].caption_ext`, which is refused",
+        ),
         ("full_bf16 = true", "contradicts mixed_precision no"),
         ("clip_skip = 20", "clip_skip: expected a number from 1 to 12, found 20"),
         (
