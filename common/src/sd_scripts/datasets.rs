@@ -217,10 +217,7 @@ fn datasets_of(import: &mut Import<'_>, table: Table, file: &str) -> Datasets {
         let message = "there is no [[datasets.subsets]] with an image_dir";
         errors.push(finding(file, Position::default(), "datasets", message));
     }
-    if errors.len() > before {
-        // Options that could not be read would be missing below.
-        return Datasets::default();
-    }
+    let all_read = errors.len() == before;
     let notes = &mut import.notes;
     let all = std::iter::once(&found.general).chain(
         found
@@ -231,7 +228,8 @@ fn datasets_of(import: &mut Import<'_>, table: Table, file: &str) -> Datasets {
     for settings in all {
         settings.check_fates(find_any, None, errors, notes);
     }
-    found
+    // Options that could not be read would be missing below.
+    if all_read { found } else { Datasets::default() }
 }
 
 fn dataset_of(table: Table, file: &str, errors: &mut Vec<Finding>) -> Dataset {

@@ -129,15 +129,20 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
             "the config sets no option",
         )]);
     }
-    if !errors.is_empty() {
-        // Options that could not be read would be missing below.
-        return Err(sorted(errors));
-    }
     settings.rename("caption_extention", "caption_extension");
-    let script = match known_script.map_or_else(|| script::detect(&settings, source.directory), Ok) {
+    let found = known_script.map_or_else(|| script::detect(&settings, source.directory), Ok);
+    let script = match found {
         Ok(script) => script,
+        // The options that could not be read may be those that tell the scripts apart.
+        Err(_) if !errors.is_empty() => return Err(sorted(errors)),
         Err(message) => return Err(vec![finding(file, Position::default(), "", message)]),
     };
+    if !errors.is_empty() {
+        // Options that could not be read would be missing below.
+        let of_script = Some((script.bits(), script.name()));
+        settings.check_fates(options::find, of_script, &mut errors, &mut notes);
+        return Err(sorted(errors));
+    }
     let prompts = prompts.or_else(|| {
         settings
             .text("sample_prompts")

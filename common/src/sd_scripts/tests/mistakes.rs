@@ -260,6 +260,18 @@ fn mistakes_of_data_set_configs_are_named() {
 }
 
 #[test]
+fn an_unknown_option_hides_no_refused_one() {
+    let sd = base(Script::TrainNetwork);
+    let found = errors(&format!(
+        "{sd}netwrok_dim = 8\ncache_latents = 1\nweighted_captions = true\n"
+    ));
+    assert_eq!(found.len(), 3, "{found:#?}");
+    for (found, option) in found.iter().zip(["netwrok_dim", "cache_latents", "weighted_captions"]) {
+        assert!(found.contains(&format!(": {option}: ")), "{found}");
+    }
+}
+
+#[test]
 fn large_and_deep_files_are_refused() {
     assert!(errors(&"#".repeat(2 << 20))[0].contains("larger than 1 MiB"));
     let deep = format!("a = {}1{}", "[".repeat(50_000), "]".repeat(50_000));
