@@ -1,6 +1,7 @@
 //! Lists of `name=value`, as `network_args` and `optimizer_args` have them.
 
 use super::report::Import;
+use super::settings::Settings;
 use serde_json::Value;
 
 /// An argument.
@@ -37,6 +38,12 @@ impl Argument {
             "" | "false" | "none" | "0" | "0.0"
         )
     }
+}
+
+/// The arguments of an option; what is not one is left out.
+pub(super) fn given(settings: &Settings, option: &str) -> Vec<Argument> {
+    let texts = settings.texts(option);
+    texts.iter().filter_map(|text| Argument::split(text)).collect()
 }
 
 /// Splits the arguments of an option. What is not a `name=value`, or is there twice, is an error.

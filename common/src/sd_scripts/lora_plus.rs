@@ -1,7 +1,7 @@
 //! `train.lr_factors`: the learning rates of text encoders, of blocks, and of LoRA+ of `network_args`, with which the second matrix of
 //! each LoRA has a higher one (<https://arxiv.org/abs/2402.12354>).
 
-use super::arguments::Argument;
+use super::arguments::given;
 use super::block_ranks;
 use super::block_rates::block_rates;
 use super::optimizer::Rates;
@@ -13,12 +13,7 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
         return rates.factors.clone();
     }
     // What is not an argument is reported with the others of the network.
-    let given: Vec<Argument> = import
-        .settings
-        .texts("network_args")
-        .iter()
-        .filter_map(|text| Argument::split(text))
-        .collect();
+    let given = given(import.settings, "network_args");
     // sd-scripts ignores ratios with dim_from_weights.
     let has_ratios = !import.settings.flag("dim_from_weights");
     let mut ratio = |name: &str| {

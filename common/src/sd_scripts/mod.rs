@@ -230,7 +230,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
             .map(|(name, factor)| json!({"contains": name, "factor": number(*factor)}));
         train.insert("lr_factors".into(), factors.collect());
     }
-    optimizer::optimizer(import, &mut train);
+    optimizer::optimizer(import, &rates, &mut train);
     schedule::schedule(import, steps, &mut train);
     train.insert("train_unet".into(), json!(rates.denoiser));
     train.insert("train_text_encoder".into(), json!(rates.text_encoder));

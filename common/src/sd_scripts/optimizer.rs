@@ -1,6 +1,6 @@
 //! `optimizer_type`, `optimizer_args` and the learning rates.
 
-use super::arguments::arguments;
+use super::arguments::{arguments, given};
 use super::report::{Import, Section, number};
 use serde_json::{Value, json};
 
@@ -30,8 +30,8 @@ const OPTIMIZERS: &[OptimizerRow] = &[
 /// Below this rate, aitk trains these optimizers with 1, as ai-toolkit does.
 const LEAST_ADAPTIVE_RATE: f64 = 0.1;
 
-/// Decides `train.optimizer`, `train.optimizer_params` and `train.max_grad_norm`.
-pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
+/// Decides `train.optimizer`, `train.optimizer_params` and `train.max_grad_norm`. `train` has `lr_factors` already.
+pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Section) {
     let settings = import.settings;
     let mut name = settings.text("optimizer_type").unwrap_or("").to_owned();
     let mut option = "optimizer_type";
@@ -96,7 +96,7 @@ pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
     let rate = train.get("lr").and_then(Value::as_f64).unwrap_or(0.0);
     if found.ours == "prodigy" || found.ours.starts_with("dadaptation") {
         // The optimizer finds one rate.
-        if train.contains_key("lr_factors") {
+        if !rates.factors.is_empty() {
             let message = format!(
                 "{name} finds one learning rate for all parts: give text encoders the rate of the U-Net or transformer"
             );
@@ -106,6 +106,17 @@ pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
                 "learning_rate"
             };
             import.error(option, message);
+        } else if train.contains_key("lr_factors") {
+            // They are those of LoRA+ or of blocks.
+            let names = given(settings, "network_args").into_iter();
+            let names = names
+                .filter(|argument| argument.name.starts_with("loraplus_") || argument.name.ends_with("_lr_weight"));
+            let names: Vec<String> = names.map(|argument| argument.name).collect();
+            let message = format!(
+                "{}: {name} finds one learning rate for all parts: remove it",
+                names.join(", ")
+            );
+            import.error("network_args", message);
         }
     }
     let adapts = found.ours == "prodigy" || found.ours.starts_with("dadaptation");

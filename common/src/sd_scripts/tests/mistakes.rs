@@ -38,6 +38,10 @@ fn mistakes_of_training_configs_are_named() {
             "text_encoder_lr: Prodigy finds one learning rate for all parts",
         ),
         (
+            "learning_rate = 1\nnetwork_train_unet_only = true\noptimizer_type = \"Prodigy\"\nnetwork_args = [\"loraplus_lr_ratio=4\"]",
+            "network_args: loraplus_lr_ratio: Prodigy finds one learning rate for all parts: remove it",
+        ),
+        (
             "optimizer_type = \"AdamW\"\nlr_scheduler = \"adafactor\"",
             "aitk has no adafactor",
         ),
