@@ -47,10 +47,8 @@ pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Sect
     if name.is_empty() {
         "AdamW".clone_into(&mut name);
     }
-    train.insert(
-        "max_grad_norm".into(),
-        number(settings.number("max_grad_norm").unwrap_or(1.0).max(0.0)),
-    );
+    let max_norm = settings.number("max_grad_norm").unwrap_or(1.0).max(0.0);
+    train.insert("max_grad_norm".into(), number(max_norm));
     let lower = name.to_lowercase();
     let Some(found) = OPTIMIZERS.iter().find(|row| row.names.contains(&lower.as_str())) else {
         let known: Vec<&str> = OPTIMIZERS.iter().flat_map(|row| row.names).copied().collect();
@@ -90,6 +88,17 @@ pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Sect
     }
     if found.ours == "adafactor" {
         adafactor(import, option, &mut params, train);
+        if max_norm > 0.0 {
+            let message = format!(
+                "aitk does not clip gradients with Adafactor, which bounds its updates itself; sd-scripts clips them to a norm of {max_norm}"
+            );
+            let option = if settings.is_set("max_grad_norm") {
+                "max_grad_norm"
+            } else {
+                option
+            };
+            import.note(option, message);
+        }
     }
     train.insert("optimizer".into(), json!(found.ours));
     train.insert("optimizer_params".into(), Value::Object(params));

@@ -117,7 +117,7 @@ const OPTIMIZER: &[OptionRow] = &[
     row("optimizer_args", Texts, "", ALL, Translated("`train.optimizer_params`, completed with sd-scripts' defaults")),
     row("use_8bit_adam", Flag, "false", ALL, Translated("`train.optimizer`: adamw8bit")),
     row("use_lion_optimizer", Flag, "false", ALL, Translated("`train.optimizer`: lion")),
-    row("max_grad_norm", Number, "1.0", ALL, Translated("`train.max_grad_norm`")),
+    row("max_grad_norm", Number, "1.0", ALL, Translated("`train.max_grad_norm`; aitk does not clip with Adafactor")),
     row("fused_backward_pass", Flag, "false", ALL, Translated("no influence; an error without optimizer_type Adafactor, as in sd-scripts")),
     row("fused_optimizer_groups", Whole, "", FULL, NoInfluence(MEMORY)),
     row("blockwise_fused_optimizers", Flag, "false", FULL, NoInfluence(MEMORY)),

@@ -77,3 +77,24 @@ fn adafactor_chooses_rates_unless_it_is_told_not_to() {
     assert_eq!(param(&train, "relative_step"), None);
     assert_eq!(train.lr_factors.len(), 1);
 }
+
+#[test]
+fn adafactor_does_not_clip_and_a_note_says_so() {
+    let read = |lines: &str| {
+        let (_, notes) = train(Script::TrainNetwork, lines);
+        let note = notes.into_iter().find(|note| note.contains("aitk does not clip"));
+        note.unwrap_or_default()
+    };
+    let default = read("optimizer_type = \"Adafactor\"");
+    assert!(
+        default.contains(": optimizer_type: ") && default.contains("a norm of 1"),
+        "{default}"
+    );
+    let given = read("optimizer_type = \"Adafactor\"\nmax_grad_norm = 0.5");
+    assert!(
+        given.contains(": max_grad_norm: ") && given.contains("a norm of 0.5"),
+        "{given}"
+    );
+    assert_eq!(read("optimizer_type = \"Adafactor\"\nmax_grad_norm = 0"), "");
+    assert_eq!(read("max_grad_norm = 0.5"), "");
+}
