@@ -308,7 +308,7 @@ const SAVING: &[OptionRow] = &[
     row("save_last_n_steps", Whole, "", ALL, Translated("`save.max_step_saves_to_keep`, else 0: all")),
     row("save_last_n_epochs", Whole, "", ALL, Translated("`save.max_step_saves_to_keep`, else 0: all")),
     row("save_precision", Choice(&["float", "fp16", "bf16"]), "the weights' own", ALL, Translated("`save.dtype`")),
-    row("save_model_as", Choice(&["ckpt", "pt", "safetensors", "diffusers", "diffusers_safetensors"]), "safetensors", ALL, Translated("`save.save_format` of whole models; aitk writes safetensors")),
+    row("save_model_as", Choice(&["ckpt", "pt", "safetensors", "diffusers", "diffusers_safetensors"]), "safetensors; of whole models that of the model", ALL, Translated("`save.save_format` of whole models; aitk writes safetensors")),
     row("use_safetensors", Flag, "false", ALL, NoInfluence("aitk writes safetensors")),
     row("save_state", Flag, "false", ALL, NoInfluence("aitk always keeps what it needs to resume")),
     row("save_state_on_train_end", Flag, "false", ALL, NoInfluence("aitk always keeps what it needs to resume")),
