@@ -12,8 +12,10 @@ const SECRET_WORDS: &[&str] = &[
 /// A variable whose name has one of these words is a secret if its value looks generated: a LoRA's trigger word is also called
 /// a token.
 const TOKEN_WORDS: &[&str] = &["TOKEN", "APIKEY", "AUTH"];
-/// Words before `_KEY` that make it a secret.
+/// Words before `_KEY` or `_KEYS` that make it a secret, also where more words follow.
 const KEY_QUALIFIERS: &[&str] = &["API", "ACCESS", "PRIVATE", "SECRET", "AUTH", "ACCOUNT", "STORAGE"];
+/// What the connection strings of Azure have before their keys, in lower case.
+const KEY_FIELDS: &[&str] = &["accountkey=", "sharedaccesskey="];
 /// Prefixes of the tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, AWS, and of JSON web tokens.
 const TOKEN_PREFIXES: &[&str] = &[
     "hf_",
@@ -40,7 +42,8 @@ pub(super) fn is_secret(name: &str, value: &str) -> bool {
     if value.is_empty() {
         return false;
     }
-    if looks_like_token(value) {
+    let lower = value.to_ascii_lowercase();
+    if looks_like_token(value) || KEY_FIELDS.iter().any(|field| lower.contains(field)) {
         return true;
     }
     let generated = value.len() >= MIN_TOKEN_BYTES
@@ -48,12 +51,16 @@ pub(super) fn is_secret(name: &str, value: &str) -> bool {
         && !value.starts_with(['/', '.', '~']);
     let name = name.to_ascii_uppercase();
     let words: Vec<&str> = name.split(['_', '-', '.']).filter(|word| !word.is_empty()).collect();
-    let Some((last, before)) = words.split_last() else {
-        return false;
-    };
     let ends = |list: &[&str]| words.iter().any(|word| list.iter().any(|end| word.ends_with(end)));
-    let key = *last == "KEY" && before.last().is_some_and(|word| KEY_QUALIFIERS.contains(word));
-    ends(SECRET_WORDS) || (generated && (ends(TOKEN_WORDS) || key))
+    let pairs = || {
+        words
+            .windows(2)
+            .filter_map(|pair| Some((*pair.first()?, *pair.get(1)?)))
+    };
+    let key = pairs().any(|(word, next)| matches!(next, "KEY" | "KEYS") && KEY_QUALIFIERS.contains(&word));
+    // It has a password or a key.
+    let connection = pairs().any(|pair| pair == ("CONNECTION", "STRING"));
+    ends(SECRET_WORDS) || connection || (generated && (ends(TOKEN_WORDS) || key))
 }
 
 /// Whether a text has the form of a well-known kind of token.
@@ -81,6 +88,10 @@ mod tests {
             ("AWS_SECRET_ACCESS_KEY", "short"),
             ("AWS_ACCESS_KEY", "0123456789ABCDEFGHIJ"),
             ("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567"),
+            ("WANDB_API_KEY_LAB", "0123456789abcdef0123456789abcdef01234567"),
+            ("LAB_API_KEYS", "0123456789abcdef,fedcba9876543210"),
+            ("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true"),
+            ("STORE", "AccountName=lab;AccountKey=c2hvcnQ="),
             ("AI_TOOLKIT_AUTH", "0123456789abcdef"),
             ("db_password", "pw"),
             ("GITHUB", "ghp_0123456789abcdef0123456789"),
@@ -95,6 +106,9 @@ mod tests {
             ("TOKEN_FOLDER", "/data/images/of/my/cat"),
             ("OUT", "/data/output_of_last_night_again"),
             ("MONKEY", "a-long-name-of-a-monkey-in-the-zoo"),
+            ("KEY_OF_THE_ANSWERS", "a-long-name-of-a-key-to-the-answers"),
+            ("API_KEY_FOLDER", "/data/keys/of/the/lab"),
+            ("CONNECTION", "a-string-that-is-not-a-secret"),
             ("AUTHOR", "somebody_with_a_long_name"),
             ("HF_HOME", "hf_home/of/all/the/models"),
             ("DATA", "hf_dataset_of_small_images_2024"),
