@@ -77,6 +77,10 @@ fn values_may_be_left_to_the_machine() {
 
 #[test]
 fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
+    // The steps of epochs are not known yet.
+    for lines in ["warmup_steps: 1000", "warmup_steps: 1001, epochs: 1"] {
+        process(&format!("      train: {{{lines}}}\n"));
+    }
     for (lines, key) in [
         ("      context: 1\n", "context"),
         ("      context: 100000000\n", "context"),
@@ -92,6 +96,11 @@ fn what_has_no_effect_or_no_meaning_is_refused_at_its_key() {
         ("      train: {lr_scheduler: constant, min_lr: 1e-6}\n", "train.min_lr"),
         ("      train: {decay_steps: 3}\n", "train.decay_steps"),
         ("      train: {steps: 3, warmup_steps: 4}\n", "train.warmup_steps"),
+        ("      train: {warmup_steps: 1001}\n", "train.warmup_steps"),
+        (
+            "      train: {lr_scheduler: wsd, decay_steps: 1001}\n",
+            "train.decay_steps",
+        ),
         ("      train: {batch_size: 0}\n", "train.batch_size"),
         ("      train: {batch_size: auto}\n", "train.batch_size"),
         (

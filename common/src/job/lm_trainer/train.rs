@@ -116,16 +116,18 @@ fn finish(train: &mut LmTrainConfig, present: &PresentKeys, cx: &mut ReadContext
             "expected at least 1, found 0; for a constant rate use `lr_scheduler: constant`",
         );
     }
-    if let Some(steps) = train.steps {
+    if train.epochs.is_none() {
+        let steps = train.steps.unwrap_or(DEFAULT_STEPS);
+        let which = match train.steps {
+            Some(_) => "`steps`, which is",
+            None => "the steps of a training without `steps` and `epochs`,",
+        };
         for (key, value) in [
             ("warmup_steps", train.warmup_steps),
             ("decay_steps", train.decay_steps.unwrap_or(0)),
         ] {
             if value > steps {
-                cx.error_at(
-                    key,
-                    format!("expected at most `steps`, which is {steps}, found {value}"),
-                );
+                cx.error_at(key, format!("expected at most {which} {steps}, found {value}"));
             }
         }
     }
