@@ -321,14 +321,16 @@ impl Api {
         self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Returns where a job could run if it were submitted now.
+    /// Returns where a job could run if it were submitted now. The inner error: the coordinator would refuse the submission.
     ///
     /// # Errors
     /// As [`status_failure`].
-    pub async fn fit(&self, submission: Submission) -> Result<Forecast, Failure> {
+    pub async fn fit(&self, submission: Submission) -> Result<Result<Forecast, Failure>, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.fit(request).await };
-        let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
-        reply.try_into().map_err(invalid_message)
+        match self.call_with(v1::SubmitRequest::from(submission), call).await {
+            Ok(reply) => reply.try_into().map(Ok).map_err(invalid_message),
+            Err(problem) => refusal(problem).map(Err),
+        }
     }
 
     /// Drains a worker, so that it gets no new work, or undrains it. `now`: its running jobs save and move to other
@@ -346,26 +348,34 @@ impl Api {
         self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Deletes a job or an array that has ended.
+    /// Deletes a job or an array that has ended. Returns it, or `job` if a lost try deleted it.
     ///
     /// # Errors
     /// As [`status_failure`].
-    pub async fn remove(&self, id: &JobId) -> Result<JobView, Failure> {
-        let request = v1::RemoveJobRequest { job_id: id.to_string() };
+    pub async fn remove(&self, job: &JobView) -> Result<JobView, Failure> {
+        let request = v1::RemoveJobRequest {
+            job_id: job.id.to_string(),
+        };
         let call = |mut jobs: Jobs, request| async move { jobs.remove(request).await };
-        self.call(request, call).await?.try_into().map_err(invalid_message)
+        match self.call_with(request, call).await {
+            Ok(reply) => reply.try_into().map_err(invalid_message),
+            Err(problem) => deleted_before(problem, Some(job.clone())),
+        }
     }
 
-    /// Deletes a worker that is not connected.
+    /// Deletes a worker that is not connected. Returns it, or `known`, what is known of it, if a lost try deleted it.
     ///
     /// # Errors
     /// As [`status_failure`].
-    pub async fn forget_worker(&self, worker: &str) -> Result<WorkerView, Failure> {
+    pub async fn forget_worker(&self, worker: &str, known: Option<WorkerView>) -> Result<WorkerView, Failure> {
         let request = v1::ForgetWorkerRequest {
             worker: worker.to_owned(),
         };
         let call = |mut jobs: Jobs, request| async move { jobs.forget_worker(request).await };
-        self.call(request, call).await?.try_into().map_err(invalid_message)
+        match self.call_with(request, call).await {
+            Ok(reply) => reply.try_into().map_err(invalid_message),
+            Err(problem) => deleted_before(problem, known),
+        }
     }
 
     /// Streams the events of a job after `cursor`; with `follow` until the job has ended.
@@ -443,36 +453,38 @@ impl Api {
         let request = v1::GetJobRequest {
             job_id: text.to_owned(),
         };
-        let describe = |server: &str, status: &Status| match status.code() {
-            Code::NotFound => Failure::not_found(format!("no job '{}' at {server}", printable(text)))
+        let describe = |problem: CallFailure| match problem.code {
+            Some(Code::NotFound) => Failure::not_found(format!("no job '{}' at {}", printable(text), self.server))
                 .hint("`aitk ps -a` lists all jobs"),
             // The text matches several jobs.
-            Code::InvalidArgument => Failure::usage(printable(status.message())),
-            _ => status_failure(server, status),
+            Some(Code::InvalidArgument) => Failure::usage(printable(&problem.answer)),
+            _ => problem.failure,
         };
-        let reply = self.call_with(request, call, describe).await?;
+        let reply = self.call_with(request, call).await.map_err(describe)?;
         reply.try_into().map_err(invalid_message)
     }
 
-    /// Makes a call, and repeats it while another coordinator becomes leader. All calls here may safely be made twice.
+    /// Makes a call, and repeats it while another coordinator becomes leader. A try whose answer was lost may have been carried out: a
+    /// second one must change nothing more. One that deletes finds nothing then, see [`deleted_before`].
     async fn call<M: Clone, T, F>(&self, message: M, call: impl Fn(Jobs, tonic::Request<M>) -> F) -> Result<T, Failure>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        self.call_with(message, call, status_failure).await
+        let result = self.call_with(message, call).await;
+        result.map_err(|problem| problem.failure)
     }
 
-    /// As [`Self::call`], with a custom conversion of errors.
+    /// As [`Self::call`], with the coordinator's answer in the error.
     async fn call_with<M: Clone, T, F>(
         &self,
         message: M,
         call: impl Fn(Jobs, tonic::Request<M>) -> F,
-        describe: impl Fn(&str, &Status) -> Failure,
-    ) -> Result<T, Failure>
+    ) -> Result<T, CallFailure>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
         let started = Instant::now();
+        let mut repeated = false;
         loop {
             let mut request = tonic::Request::new(message.clone());
             trace::insert(request.metadata_mut(), self.trace);
@@ -481,20 +493,59 @@ impl Api {
             let Ok(answer) = tokio::time::timeout(CALL_TIMEOUT, called).await else {
                 let seconds = CALL_TIMEOUT.as_secs();
                 let text = format!("{} did not answer within {seconds} seconds", self.server);
-                return Err(Failure::new(Exit::Unreachable, text));
+                return Err(CallFailure {
+                    failure: Failure::new(Exit::Unreachable, text),
+                    code: None,
+                    answer: String::new(),
+                    repeated,
+                });
             };
             let status = match answer {
                 Ok(response) => return Ok(response.into_inner()),
                 Err(status) => status,
             };
-            let failure = describe(&self.server, &status);
+            let failure = status_failure(&self.server, &status);
             let another = is_shared(&self.server) || status.metadata().contains_key(LEADER_HEADER);
             if failure.exit != Exit::Unreachable || !another || started.elapsed() >= FAILOVER_TIMEOUT {
-                return Err(failure);
+                return Err(CallFailure {
+                    failure,
+                    code: Some(status.code()),
+                    answer: status.message().to_owned(),
+                    repeated,
+                });
             }
             tracing::debug!(problem = status.message(), "trying again");
+            repeated = true;
             tokio::time::sleep(FAILOVER_RETRY_DELAY).await;
         }
+    }
+}
+
+/// Why a call failed.
+struct CallFailure {
+    failure: Failure,
+    /// The code of the coordinator's answer; `None`: it did not answer.
+    code: Option<Code>,
+    /// The coordinator's own message.
+    answer: String,
+    /// A try before the last one may have been carried out.
+    repeated: bool,
+}
+
+/// The refusal of a submission, or another failure of the call.
+fn refusal(problem: CallFailure) -> Result<Failure, Failure> {
+    match problem.code {
+        Some(Code::InvalidArgument) => Ok(Failure::failed(printable(&problem.answer))),
+        Some(Code::Aborted) => Ok(problem.failure),
+        _ => Err(problem.failure),
+    }
+}
+
+/// The result of a call that deletes: what a try before deleted is not found.
+fn deleted_before<T>(problem: CallFailure, known: Option<T>) -> Result<T, Failure> {
+    match (problem.code, known) {
+        (Some(Code::NotFound), Some(known)) if problem.repeated => Ok(known),
+        _ => Err(problem.failure),
     }
 }
 
@@ -637,6 +688,38 @@ pub(crate) mod tests {
         let refused = status_failure("http://h:1", &Status::internal("h2 protocol error: http2 error"));
         assert_eq!(refused.exit, Exit::Unreachable);
         assert!(refused.render(false).contains("https://"), "{}", refused.render(false));
+    }
+
+    fn problem(code: Option<Code>, repeated: bool) -> CallFailure {
+        CallFailure {
+            failure: Failure::not_found("the server answered"),
+            code,
+            answer: "cluster.split: there is one image".to_owned(),
+            repeated,
+        }
+    }
+
+    #[test]
+    fn what_a_lost_try_deleted_counts_as_deleted() {
+        assert_eq!(deleted_before(problem(Some(Code::NotFound), true), Some(7)), Ok(7));
+        for (code, repeated, known) in [
+            (Some(Code::NotFound), false, Some(7)),
+            (Some(Code::NotFound), true, None),
+            (Some(Code::Aborted), true, Some(7)),
+            (None, true, Some(7)),
+        ] {
+            assert!(deleted_before(problem(code, repeated), known).is_err(), "{code:?}");
+        }
+    }
+
+    #[test]
+    fn a_submission_that_would_be_refused_is_told_from_a_call_that_failed() {
+        let refused = refusal(problem(Some(Code::InvalidArgument), false)).unwrap();
+        assert_eq!(refused, Failure::failed("cluster.split: there is one image"));
+        assert!(refusal(problem(Some(Code::Aborted), false)).is_ok());
+        for code in [Some(Code::Unavailable), Some(Code::FailedPrecondition), None] {
+            assert!(refusal(problem(code, false)).is_err(), "{code:?}");
+        }
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     check_models(&ui, &loaded, &context.directory).await?;
     let batches = image_batches(&loaded, &context.directory).await;
     let submission = submission(&loaded, &args.config, &context.directory, batches)?;
-    let forecast = context.api().await?.fit(submission).await?;
+    let forecast = context.api().await?.fit(submission).await??;
     show(&ui, &forecast, args.json)?;
     Ok(if forecast.fits_somewhere() {
         Exit::Ok

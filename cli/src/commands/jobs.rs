@@ -291,7 +291,7 @@ pub(super) async fn rm(context: &Context, args: RmArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
     let jobs = resolve_all(&api, &args.jobs).await?;
-    let removed = for_each(jobs, async |job| api.remove(&job.id).await).await;
+    let removed = for_each(jobs, async |job| api.remove(job).await).await;
     print_results(&ui, &removed, args.json, |_| "is deleted".to_owned())
 }
 

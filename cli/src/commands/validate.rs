@@ -47,11 +47,9 @@ pub(super) async fn show(
     // A job with problems runs nowhere, so the coordinator is not asked.
     if report.problems().is_empty() {
         match forecast(context, config, loaded, report.image_batches()).await {
-            Ok(forecast) => report.forecast = Some(forecast),
+            Ok(Ok(forecast)) => report.forecast = Some(forecast),
             // The coordinator would refuse the submission with the same message.
-            Err(failure) if failure.exit == Exit::Conflict && failure.message.contains("cluster.") => {
-                report.coordinator_refusal = Some(first_line(&failure));
-            }
+            Ok(Err(refusal)) => report.coordinator_refusal = Some(first_line(&refusal)),
             Err(failure) => {
                 let why = first_line(&failure);
                 report.unchecked.push(format!("where it could run: {why}"));
@@ -73,12 +71,13 @@ pub(super) async fn show(
     Ok(if problems.is_empty() { Exit::Ok } else { Exit::Failed })
 }
 
+/// Where the job could run. The inner error: the coordinator would refuse it.
 async fn forecast(
     context: &Context,
     config: &Path,
     loaded: &LoadedJob,
     batches: Vec<ImageBatch>,
-) -> Result<Forecast, Failure> {
+) -> Result<Result<Forecast, Failure>, Failure> {
     let api = context.api().await?;
     api.fit(submission(loaded, config, &context.directory, batches)?).await
 }

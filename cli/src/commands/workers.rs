@@ -88,7 +88,10 @@ pub(super) async fn undrain(context: &Context, args: UndrainArgs) -> CommandResu
 
 pub(super) async fn forget(context: &Context, args: ForgetArgs) -> CommandResult {
     let ui = context.ui(true);
-    let worker = context.api().await?.forget_worker(&args.worker).await?;
+    let api = context.api().await?;
+    let mut workers = api.workers().await?.into_iter();
+    let known = workers.find(|worker| worker.id.as_str() == args.worker || worker.name == args.worker);
+    let worker = api.forget_worker(&args.worker, known).await?;
     print_worker(&ui, &worker, args.json, "is removed from the list")
 }
 

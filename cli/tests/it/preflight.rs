@@ -149,6 +149,17 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
     assert!(out(&fits).contains("Stable Diffusion 1.x"), "{}", out(&fits));
     let jobs: serde_json::Value = serde_json::from_str(&out(&aitk(&["ps", "--json"]).await)).unwrap();
     assert_eq!(jobs["jobs"], serde_json::json!([]), "a dry run sends nothing");
+    // What the coordinator would refuse is a problem, not something that was not checked.
+    let text = std::fs::read_to_string(home.path().join("job.yaml")).unwrap();
+    home.write("split.yaml", &format!("{text}\ncluster: {{split: 4}}\n"));
+    let refused = aitk(&["validate", "split.yaml", "--json"]).await;
+    assert_eq!(code(&refused), 1, "{}", out(&refused));
+    let report: serde_json::Value = serde_json::from_str(&out(&refused)).unwrap();
+    assert_eq!(report["ok"], false);
+    assert!(
+        report["problems"][0].as_str().unwrap().starts_with("cluster.split"),
+        "{report}"
+    );
     let sent = aitk(&["submit", "job.yaml"]).await;
     assert_eq!(code(&sent), 0, "{}", err(&sent));
     assert!(
