@@ -117,6 +117,7 @@ impl Comparison {
 
     fn finish(self) {
         let Self { count, outside, .. } = self;
+        assert!(count > 0, "nothing was compared");
         assert!(
             outside.is_empty(),
             "{} of {count} phases:\n{}",
@@ -124,6 +125,12 @@ impl Comparison {
             outside.join("\n")
         );
     }
+}
+
+#[test]
+#[should_panic(expected = "nothing was compared")]
+fn a_comparison_of_nothing_fails() {
+    Comparison::within(0.0..=1.0).finish();
 }
 
 #[test]
