@@ -5,8 +5,12 @@ use crate::paths::expand;
 use aitk_common::fsutil::regular;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use aitk_common::job::{Input, InputKind, JobSpec};
+use aitk_common::job::prompt::PromptFileReport;
+use aitk_common::job::{Input, InputKind, JobSpec, ProcessKind};
 use std::path::Path;
+
+/// The most messages of one kind about the flags in a file.
+const MAX_FLAG_MESSAGES: usize = 20;
 
 /// Returns an error for each file of prompts, textual inversion, control image, image of a validation, folder of control images, code
 /// model, data set of a code model and input of an extension that does not exist or cannot be read. Models and data sets are checked elsewhere.
@@ -21,7 +25,7 @@ pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let inputs = spec.inputs().into_iter().filter(is_checked_here);
     inputs
         .filter(|input| !input.config_path.is_empty())
-        .filter_map(|input| {
+        .flat_map(|input| {
             let local = expand(&input.config_path, directory, &env);
             let problem = match local.exists() {
                 // The hub is asked for it where other models are.
@@ -30,9 +34,45 @@ pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
                 true if spec.is_new_language_model(&input) => new_model_problem(&local),
                 true => content_problem(&input, &local),
             };
-            problem.map(|problem| spec.finding(input.key.clone(), problem).to_string())
+            let flags = flag_report(spec, &input, &local).errors;
+            let problems = problem.into_iter().chain(flags);
+            let at_key = |problem| spec.finding(input.key.clone(), problem).to_string();
+            problems.map(at_key).collect::<Vec<_>>()
         })
         .collect()
+}
+
+/// Returns a warning for each flag without effect in the job's files of prompts.
+pub(super) fn input_warnings(spec: &JobSpec, directory: &Path) -> Vec<String> {
+    let of_input = |input: Input| {
+        let local = expand(&input.config_path, directory, &env);
+        let warnings = flag_report(spec, &input, &local).warnings.into_iter();
+        warnings
+            .map(|warning| spec.finding(input.key.clone(), warning).to_string())
+            .collect::<Vec<_>>()
+    };
+    spec.inputs().into_iter().flat_map(of_input).collect()
+}
+
+/// What is wrong with the flags in a file of prompts for images; at most [`MAX_FLAG_MESSAGES`] of each kind. Other files have none.
+fn flag_report(spec: &JobSpec, input: &Input, local: &Path) -> PromptFileReport {
+    let of_images = spec.process.iter().enumerate().any(|(index, process)| {
+        matches!(process.kind, ProcessKind::Generate(_))
+            && input.key == format!("config.process[{index}].generate.prompts")
+    });
+    if input.kind != InputKind::PromptFile || !of_images {
+        return PromptFileReport::default();
+    }
+    let text = regular::read_text(local, MAX_TEXT_FILE_BYTES).unwrap_or_default();
+    let report = PromptFileReport::of(&text);
+    let first = |messages: Vec<String>| {
+        let named = |message| format!("{}:{message}", input.config_path);
+        messages.into_iter().take(MAX_FLAG_MESSAGES).map(named).collect()
+    };
+    PromptFileReport {
+        errors: first(report.errors),
+        warnings: first(report.warnings),
+    }
 }
 
 /// Whether an input is a data set of a training of a code model.

@@ -83,6 +83,9 @@ pub async fn check_before_start(
     if local {
         warnings.extend(output::disk_warnings(report.disk_needs(), &loaded.spec, directory));
         problems.extend(output::folder_problems(&loaded.spec, directory));
+    } else {
+        // Those of reading the config were shown before; a job that runs here logs these.
+        warnings.extend(report.warnings.clone());
     }
     for warning in warnings {
         ui.warn(&printable(&warning));

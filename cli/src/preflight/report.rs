@@ -132,6 +132,7 @@ impl Report {
             );
         }
         report.short_of_memory = short_of_memory(spec, &report.memory);
+        report.warnings.extend(super::inputs::input_warnings(spec, directory));
         report.local_warnings = output::folder_problems(spec, directory);
         report
             .local_warnings

@@ -111,6 +111,7 @@ fn files_that_cannot_be_read_are_reported_before_the_run() {
     std::fs::create_dir(home.path().join("folder")).unwrap();
     home.write("binary.txt", &[b'a', 0xff, b'\n']);
     home.write("empty.txt", b"\n \n");
+    home.write("flags.txt", b"a --zoom in\nb --w wide\nc --frames 9\n");
     let train = |dataset: &str, train: &str| {
         format!(
             "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n      training_folder: out\n      network: {{type: \
@@ -140,6 +141,18 @@ fn files_that_cannot_be_read_are_reported_before_the_run() {
         (prompts("folder"), "x.yaml:7:"),
         (prompts("binary.txt"), "generate.prompts: binary.txt: "),
         (prompts("empty.txt"), "empty.txt: there is no prompt in this file"),
+        (
+            prompts("flags.txt"),
+            "generate.prompts: flags.txt:2: the prompt's flag `--w` expects",
+        ),
+        (
+            prompts("flags.txt"),
+            "generate.prompts: flags.txt:3: the prompt's flag `--frames`",
+        ),
+        (
+            prompts("flags.txt"),
+            "generate.prompts: flags.txt:1: `--zoom` is not a prompt flag",
+        ),
     ] {
         home.write("x.yaml", &text);
         let output = home.aitk().args(["validate", "x.yaml"]).output().unwrap();

@@ -56,8 +56,13 @@ section! {
 /// Returns the prompts of a text file: its trimmed lines, without empty ones.
 #[must_use]
 pub fn prompt_lines(text: &str) -> Vec<&str> {
-    let text = text.trim_start_matches('\u{feff}');
-    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect()
+    numbered_prompt_lines(text).map(|(_, line)| line).collect()
+}
+
+/// As [`prompt_lines`], each with the number of its line, from 1.
+pub(super) fn numbered_prompt_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = text.trim_start_matches('\u{feff}').lines().map(str::trim);
+    (1..).zip(lines).filter(|(_, line)| !line.is_empty())
 }
 
 impl GenerateConfig {

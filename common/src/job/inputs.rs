@@ -1,7 +1,6 @@
 //! Input paths and flags inside prompts (`--ctrl_img path`), and inputs that are never opened.
 
 use super::control_images::{check_control_flag, check_control_process};
-use super::node::shorten;
 use super::process::{JobKind, ProcessKind, TrainerProcess};
 use super::prompt::PromptFlags;
 use super::schema::{Input, InputKind, ReadContext, SupportReport};
@@ -145,22 +144,11 @@ impl JobSpec {
             for_each_prompt(&process.kind, &path, &mut |key, text| {
                 let flags = PromptFlags::parse(text);
                 check_control_flag(&process.kind, flags.ctrl_img.as_deref(), &key, report);
-                if flags.num_frames.is_some_and(|frames| frames > 1) {
-                    report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
+                if let Some(refused) = flags.refused() {
+                    report.error(key.as_str(), refused);
                 }
-                for (flag, is_set) in [
-                    ("a", flags.adapter_conditioning_scale.is_some()),
-                    ("ref", flags.refiner_start_at.is_some()),
-                    ("ev", flags.extra_values.is_some()),
-                    ("fps", flags.fps.is_some()),
-                    ("ctrl_idx", flags.ctrl_idx.is_some()),
-                ] {
-                    if is_set {
-                        report.warn(
-                            key.as_str(),
-                            format!("the prompt's flag `--{flag}` has no effect with the models of this release"),
-                        );
-                    }
+                for message in flags.without_effect() {
+                    report.warn(key.as_str(), message);
                 }
             });
         }
@@ -172,15 +160,11 @@ impl ProcessKind {
     pub(super) fn check_prompts(&self, path: &str, cx: &mut ReadContext) {
         for_each_prompt(self, path, &mut |key, text| {
             let flags = PromptFlags::parse(text);
+            for message in flags.dropped() {
+                cx.warn_at(&key, message);
+            }
             for problem in flags.problems {
                 cx.error_at(&key, problem);
-            }
-            for flag in flags.unknown {
-                let message = format!(
-                    "`--{}` is not a prompt flag; it and the text after it are dropped",
-                    shorten(&flag)
-                );
-                cx.warn_at(&key, message);
             }
         });
     }

@@ -1,7 +1,8 @@
 //! Prompts with flags (`a cat --n blurry --seed 7`), and the request for one image.
 
-use super::generate::GenerateConfig;
+use super::generate::{GenerateConfig, numbered_prompt_lines};
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
+use super::node::shorten;
 use super::sample::SampleConfig;
 use serde::{Deserialize, Serialize};
 
@@ -66,6 +67,40 @@ impl PromptFlags {
         flags
     }
 
+    /// A flag that no model of this release can follow.
+    #[must_use]
+    pub fn refused(&self) -> Option<&'static str> {
+        let frames = self.num_frames.is_some_and(|frames| frames > 1);
+        frames.then_some("the prompt's flag `--frames`: no video models yet")
+    }
+
+    /// One message for each known flag that has no effect.
+    #[must_use]
+    pub fn without_effect(&self) -> Vec<String> {
+        let flags = [
+            ("a", self.adapter_conditioning_scale.is_some()),
+            ("ref", self.refiner_start_at.is_some()),
+            ("ev", self.extra_values.is_some()),
+            ("fps", self.fps.is_some()),
+            ("ctrl_idx", self.ctrl_idx.is_some()),
+        ];
+        let set = flags.into_iter().filter(|(_, is_set)| *is_set);
+        set.map(|(flag, _)| format!("the prompt's flag `--{flag}` has no effect with the models of this release"))
+            .collect()
+    }
+
+    /// One message for each unknown flag.
+    #[must_use]
+    pub fn dropped(&self) -> Vec<String> {
+        let message = |flag: &String| {
+            format!(
+                "`--{}` is not a prompt flag; it and the text after it are dropped",
+                shorten(flag)
+            )
+        };
+        self.unknown.iter().map(message).collect()
+    }
+
     fn set(&mut self, flag: &str, value: &str) {
         let problems = &mut self.problems;
         match flag {
@@ -105,6 +140,34 @@ impl PromptFlags {
             "ctrl_idx" => set_if_some(&mut self.ctrl_idx, parse_u32(flag, value, problems)),
             _ => self.unknown.push(flag.to_owned()),
         }
+    }
+}
+
+/// What is wrong with the flags of the prompts in a file, each message after the number of its line: `3: the prompt's flag …`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PromptFileReport {
+    /// Wrong values, and flags that no model can follow.
+    pub errors: Vec<String>,
+    /// Flags that have no effect.
+    pub warnings: Vec<String>,
+}
+
+impl PromptFileReport {
+    /// Checks a file with a prompt in each line.
+    #[must_use]
+    pub fn of(text: &str) -> Self {
+        let mut report = Self::default();
+        for (number, line) in numbered_prompt_lines(text) {
+            let flags = PromptFlags::parse(line);
+            let at = |message: String| format!("{number}: {message}");
+            let refused = flags.refused().map(str::to_owned);
+            report
+                .errors
+                .extend(flags.problems.iter().cloned().chain(refused).map(at));
+            let warnings = flags.dropped().into_iter().chain(flags.without_effect());
+            report.warnings.extend(warnings.map(at));
+        }
+        report
     }
 }
 
@@ -286,6 +349,24 @@ impl SampleConfig {
 }
 
 impl GenerateConfig {
+    /// Width and height of the largest image that these prompts may give, with their flags and the sizes of `size_list`.
+    #[must_use]
+    pub fn largest_size<'a>(&self, prompts: impl IntoIterator<Item = &'a str>) -> Option<(u32, u32)> {
+        let listed = self.size_list.iter().flatten().map(|size| (size.0, size.1));
+        let mut bases: Vec<(u32, u32)> = listed.collect();
+        if bases.is_empty() {
+            bases.push((self.width, self.height));
+        }
+        let sizes = prompts.into_iter().flat_map(|prompt| {
+            let flags = PromptFlags::parse(prompt);
+            bases.iter().map(move |(width, height)| {
+                let side = |flag: Option<u32>, usual: u32| floor_size(flag.unwrap_or(usual));
+                (side(flags.width, *width), side(flags.height, *height))
+            })
+        });
+        sizes.max_by_key(|(width, height)| u64::from(*width) * u64::from(*height))
+    }
+
     /// Returns the image request for one prompt with flags. `size` is the size that the caller drew from `size_list`, if any.
     #[must_use]
     pub fn request(&self, prompt: &str, size: Option<(u32, u32)>) -> ImageRequest {
@@ -345,6 +426,37 @@ mod tests {
         assert_eq!(flags.problems.len(), 3);
         // Any literal `--` begins a flag, as in ai-toolkit.
         assert_eq!(PromptFlags::parse("a -- b").prompt, "a");
+    }
+
+    #[test]
+    fn the_largest_image_of_prompts_has_their_flags_and_a_listed_size() {
+        let mut config = GenerateConfig::default();
+        assert_eq!(config.largest_size(["a", "b --w 1030 --h 64"]), Some((512, 512)));
+        assert_eq!(config.largest_size(["a", "b --w 1030"]), Some((1024, 512)));
+        config.size_list = serde_json::from_str("[[512, 1024], [1024, 512]]").unwrap();
+        assert_eq!(config.largest_size(["a --w 2048"]), Some((2048, 1024)));
+        assert_eq!(config.largest_size([]), None);
+    }
+
+    #[test]
+    fn flags_of_a_file_are_reported_with_their_lines() {
+        let report =
+            PromptFileReport::of("\u{feff}a --w 512\n\n  b --w wide --frames 9\r\nc --zoom in --fps 8 --frames 1\n");
+        let starts = |messages: &[String], starts: &[&str]| {
+            let are = messages
+                .iter()
+                .zip(starts)
+                .all(|(message, start)| message.starts_with(start));
+            are && messages.len() == starts.len()
+        };
+        let errors = ["3: the prompt's flag `--w` expects", "3: the prompt's flag `--frames`"];
+        assert!(starts(&report.errors, &errors), "{report:?}");
+        let warnings = [
+            "4: `--zoom` is not a prompt flag",
+            "4: the prompt's flag `--fps` has no effect",
+        ];
+        assert!(starts(&report.warnings, &warnings), "{report:?}");
+        assert_eq!(PromptFileReport::of("a cat\n"), PromptFileReport::default());
     }
 
     #[test]

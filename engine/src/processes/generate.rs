@@ -20,7 +20,7 @@ use aitk_common::job::ProcessKind;
 use aitk_common::job::generate::{GenerateConfig, prompt_lines};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::process::GenerateProcess;
-use aitk_common::job::prompt::{ImageRequest, PromptFlags};
+use aitk_common::job::prompt::{ImageRequest, PromptFileReport, PromptFlags};
 use aitk_common::job::spec::JobSpec;
 use aitk_common::job::values::TextSource;
 use std::cell::RefCell;
@@ -29,6 +29,9 @@ use std::ops::Range;
 
 /// The most images that one process may generate.
 const MAX_IMAGES: usize = 1_000_000;
+
+/// The most warnings about flags in a file of prompts.
+const MAX_FLAG_WARNINGS: usize = 20;
 
 /// Generates every image of the process.
 ///
@@ -235,7 +238,7 @@ fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRe
 }
 
 /// Reads the list of prompts from the config or a file.
-fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
+fn prompts(source: &TextSource, cx: &mut Context<'_>) -> Result<Vec<String>> {
     let lines = match source {
         TextSource::List(list) => list.clone(),
         TextSource::File(file) => {
@@ -243,6 +246,7 @@ fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
             let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
             let text = String::from_utf8(bytes)
                 .map_err(|_| EngineError::bad_input(format!("{}: the prompts are not UTF-8", path.display())))?;
+            check_flags(file, &text, cx)?;
             prompt_lines(&text).into_iter().map(str::to_owned).collect()
         }
     };
@@ -250,6 +254,21 @@ fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
         return Err(EngineError::bad_input("`generate.prompts`: there is no prompt"));
     }
     Ok(lines)
+}
+
+/// Checks the flags of the prompts in a file, as those of a config are checked when it is read.
+fn check_flags(file: &str, text: &str, cx: &mut Context<'_>) -> Result<()> {
+    let PromptFileReport { errors, warnings } = PromptFileReport::of(text);
+    if let Some(first) = errors.first() {
+        return Err(EngineError::bad_input(format!("`generate.prompts`: {file}:{first}")));
+    }
+    for warning in warnings.iter().take(MAX_FLAG_WARNINGS) {
+        cx.log("warn", format!("{file}:{warning}"));
+    }
+    if let Some(more @ 1..) = warnings.len().checked_sub(MAX_FLAG_WARNINGS) {
+        cx.log("warn", format!("{file}: {more} more flags have no effect"));
+    }
+    Ok(())
 }
 
 /// Makes `max_images` prompts, each of 1 to `max_random_per_prompt` random lines joined by ", ".

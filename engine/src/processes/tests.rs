@@ -354,6 +354,31 @@ fn prompts_are_read_from_a_file_and_combined_at_random() {
     assert!(
         matches!(outcome, Outcome::Failed { cause: FailureCause::BadInput, message } if message.contains("no prompt"))
     );
+    for (prompt, expected) in [
+        (
+            "a cat --w wide",
+            "ideas.txt:2: the prompt's flag `--w` expects a whole number",
+        ),
+        (
+            "a cat --frames 9",
+            "ideas.txt:2: the prompt's flag `--frames`: no video models yet",
+        ),
+    ] {
+        std::fs::write(&file, format!("\n{prompt} --zoom in\n")).unwrap();
+        let (outcome, _) = run_spec(&attempt);
+        let Outcome::Failed { cause, message } = outcome else {
+            panic!("{prompt}: {outcome:?}");
+        };
+        assert!(
+            cause == FailureCause::BadInput && message.contains(expected),
+            "{message}"
+        );
+    }
+    std::fs::write(&file, "\na cat --zoom in\n").unwrap();
+    let (_, events) = run_spec(&attempt);
+    let expected = "ideas.txt:2: `--zoom` is not a prompt flag";
+    let warns = |event: &ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains(expected));
+    assert!(events.iter().any(warns), "{events:?}");
 }
 
 #[test]
