@@ -9,6 +9,7 @@ use crate::context::env;
 use crate::output::format::size;
 #[cfg(feature = "embedded")]
 use crate::paths::expand;
+use crate::submission_data::largest_images;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::Forecast;
 #[cfg(feature = "embedded")]
@@ -54,6 +55,9 @@ pub struct Report {
     /// Why the coordinator would refuse the job.
     #[serde(rename = "refused")]
     pub coordinator_refusal: Option<String>,
+    /// The largest image of each process whose prompts are in a file.
+    #[serde(skip)]
+    largest_images: Vec<ImageBatch>,
     /// What was not checked, with the reason.
     pub unchecked: Vec<String>,
 }
@@ -87,10 +91,12 @@ impl ProcessReport {
     }
 }
 
-/// Reads the data sets of a job that are on this machine. Returns the largest batches of its trainings.
+/// Reads the data sets and files of prompts of a job that are on this machine. Returns the largest batches of its trainings, and the largest
+/// images of its files.
 pub(super) async fn image_batches(loaded: &LoadedJob, directory: &Path) -> Vec<ImageBatch> {
     let trainings = trainings(loaded, None, directory).await;
-    trainings.iter().flat_map(ProcessReport::image_batches).collect()
+    let batches = trainings.iter().flat_map(ProcessReport::image_batches);
+    batches.chain(largest_images(&loaded.spec, directory)).collect()
 }
 
 impl Report {
@@ -102,6 +108,7 @@ impl Report {
             warnings,
             models: models::inspect_models(spec, directory, |_| true).await,
             images: crate::submission_data::images(spec, directory),
+            largest_images: largest_images(spec, directory),
             missing: super::inputs::input_problems(spec, directory),
             ..Self::default()
         };
@@ -147,10 +154,11 @@ impl Report {
             .filter_map(|training| Some((training.process, training.disk_bytes?)))
     }
 
-    /// Returns the largest batches of the trainings whose data sets could be read.
+    /// Returns the largest batches of the trainings whose data sets could be read, and the largest images of files of prompts.
     #[must_use]
     pub fn image_batches(&self) -> Vec<ImageBatch> {
-        self.trainings.iter().flat_map(ProcessReport::image_batches).collect()
+        let batches = self.trainings.iter().flat_map(ProcessReport::image_batches);
+        batches.chain(self.largest_images.iter().copied()).collect()
     }
 
     /// Whether no model has a problem.

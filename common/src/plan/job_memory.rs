@@ -18,7 +18,7 @@ use super::optimizers::{OptimizerFacts, facts};
 use super::parameter_counts::{CompactWeights, ParameterCounts};
 use super::profile::MemoryProfile;
 use super::qtype::QType;
-use super::requests::{ImageSize, image_sizes, sample_sizes};
+use super::requests::{ImageSize, image_sizes, image_sizes_with_files, sample_sizes};
 use super::shapes::ModelShapes;
 use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, WeightTotals,
@@ -370,7 +370,8 @@ impl<'a> Job<'a> {
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
         let (mut phases, recycled) = match self.kind {
             WorkKind::Generation => {
-                let transient = self.images(&model, &options, backend, &image_sizes(self.body, self.multiple()));
+                let sizes = image_sizes_with_files(self.body, self.multiple(), &self.batches);
+                let transient = self.images(&model, &options, backend, &sizes);
                 (vec![Phase { held: 0.0, transient }], transient)
             }
             WorkKind::Training => self.training(&model, &options, backend),

@@ -1,5 +1,6 @@
 //! The sizes of the images that a job generates.
 
+use super::image_batches::ImageBatch;
 use super::json::{flag, number};
 use super::slider::slider_sizes;
 use crate::job::limits::MAX_SIDE;
@@ -88,17 +89,34 @@ pub(super) fn image_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
         .filter_map(Value::as_str)
         .take(MAX_PROMPTS)
         .collect();
-    // Only the largest base matters, for each prompt.
-    let Some(base) = bases.into_iter().max_by(|a, b| a.area().total_cmp(&b.area())) else {
-        return Vec::new();
-    };
+    // A prompt may get any of the sizes, and its flags replace one side or both: only the largest result matters.
+    let largest =
+        |size: &dyn Fn(&ImageSize) -> ImageSize| bases.iter().map(size).max_by(|a, b| a.area().total_cmp(&b.area()));
     if prompts.is_empty() {
-        return vec![base.floored(multiple)];
+        return largest(&|base| base.floored(multiple)).into_iter().collect();
     }
     prompts
         .into_iter()
-        .map(|prompt| base.with_flags(prompt, multiple))
+        .filter_map(|prompt| largest(&|base| base.with_flags(prompt, multiple)))
         .collect()
+}
+
+/// As [`image_sizes`]; where the prompts are in a file, the largest of its images, if the client has `seen` it.
+pub(super) fn image_sizes_with_files(body: &Value, multiple: f64, seen: &[ImageBatch]) -> Vec<ImageSize> {
+    let sizes = image_sizes(body, multiple);
+    let is_file = body.pointer("/generate/prompts").is_some_and(Value::is_string);
+    let largest = seen.iter().max_by_key(|image| image.pixels()).filter(|_| is_file);
+    let Some(largest) = largest else { return sizes };
+    let side = |side: u32| f64::from(side.min(MAX_SIDE));
+    let sizes = sizes.into_iter().map(|usual| {
+        let size = ImageSize {
+            width: side(largest.width),
+            height: side(largest.height),
+            ..usual
+        };
+        size.floored(multiple)
+    });
+    sizes.collect()
 }
 
 /// The side of a square of as many pixels as the images of `train.validation_config` have at most, if there are some.
@@ -149,4 +167,47 @@ pub(super) fn sample_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
         }
     }
     sizes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_prompt_s_flags_count_with_the_size_of_the_list_that_is_largest_then() {
+        let sides = |prompts: Value| {
+            let body = json!({"generate": {"size_list": [[512, 1024], [1024, 512]], "prompts": prompts}});
+            let sizes = image_sizes(&body, 8.0).into_iter();
+            sizes.map(|size| [size.width, size.height]).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            sides(json!(["a --w 2048", "b --h 2048", "c --w 64 --h 64"])),
+            [[2048.0, 1024.0], [1024.0, 2048.0], [64.0, 64.0]]
+        );
+        assert_eq!(sides(json!(["a"]))[0].iter().product::<f64>(), 524_288.0);
+        assert_eq!(sides(json!("prompts.txt")).len(), 1);
+    }
+
+    #[test]
+    fn the_largest_image_of_a_file_counts_if_it_was_seen() {
+        let sides = |prompts: Value, seen: &[(u32, u32)]| {
+            let body = json!({"generate": {"width": 512, "height": 512, "prompts": prompts}});
+            let image = |(width, height): &(u32, u32)| ImageBatch {
+                process: 0,
+                width: *width,
+                height: *height,
+                images: 1,
+            };
+            let seen: Vec<ImageBatch> = seen.iter().map(image).collect();
+            let sizes = image_sizes_with_files(&body, 8.0, &seen).into_iter();
+            sizes.map(|size| [size.width, size.height]).collect::<Vec<_>>()
+        };
+        let file = || json!("prompts.txt");
+        assert_eq!(sides(file(), &[(2048, 512), (64, 64)]), [[2048.0, 512.0]]);
+        assert_eq!(sides(file(), &[(u32::MAX, 7)]), [[f64::from(MAX_SIDE), 64.0]]);
+        assert_eq!(sides(file(), &[]), [[512.0, 512.0]]);
+        // What is in the job itself is known better.
+        assert_eq!(sides(json!(["a"]), &[(2048, 512)]), [[512.0, 512.0]]);
+    }
 }
