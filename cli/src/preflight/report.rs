@@ -13,7 +13,7 @@ use crate::submission_data::largest_images;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::Forecast;
 #[cfg(feature = "embedded")]
-use aitk_common::job::InputKind;
+use aitk_common::job::{Input, InputKind};
 use aitk_common::job::{JobSpec, LoadedJob};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::image_batches::ImageBatch;
@@ -202,6 +202,17 @@ fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<
     ))
 }
 
+/// Prefixes a problem with the file, line and key of the input of this process that it names, if it names one.
+#[cfg(feature = "embedded")]
+fn at_input(spec: &JobSpec, process: usize, directory: &Path, problem: &str) -> String {
+    let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
+    let is_of_process = |input: &Input| input.key.starts_with(&format!("config.process[{process}]."));
+    match spec.input_named_in(problem, local).filter(is_of_process) {
+        Some(input) => spec.finding(input.key, problem.to_owned()).to_string(),
+        None => problem.to_owned(),
+    }
+}
+
 #[cfg_attr(not(feature = "embedded"), allow(unused_variables, clippy::unused_async))]
 async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, directory: &Path) -> Vec<ProcessReport> {
     let mut reports = Vec::new();
@@ -234,7 +245,11 @@ async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, director
                 // It may read the headers of many thousand images.
                 let previewed =
                     tokio::task::spawn_blocking(move || aitk_engine::processes::preview(&spec, &training, &inputs));
-                previewed.await.unwrap_or_default()
+                let mut data = previewed.await.unwrap_or_default();
+                for problem in &mut data.problems {
+                    *problem = at_input(&loaded.spec, process, directory, problem);
+                }
+                data
             },
             disk_bytes: output.disk_bytes(),
             output,

@@ -387,7 +387,11 @@ fn validate_reports_the_data_in_80_columns() {
     std::fs::remove_dir_all(home.path().join("data")).unwrap();
     let gone = validate(&[]);
     assert_eq!(code(&gone), 1, "{}", out(&gone));
-    assert!(out(&gone).contains("problem:"), "{}", out(&gone));
+    let shown = out(&gone).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(
+        shown.contains("problem: job.yaml:10:") && shown.contains(" config.process[0].datasets[0].folder_path: "),
+        "{shown}"
+    );
     assert_eq!(
         code(&home.aitk().args(["validate", "nothing.yaml"]).output().unwrap()),
         3
