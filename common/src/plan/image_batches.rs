@@ -1,11 +1,12 @@
-//! The batches of images that a training reads, as far as the data sets were seen, and the largest image of a file of prompts.
+//! The batches of images that a process reads, as far as the data sets were seen, and the largest image of a file of prompts.
 
 use serde::{Deserialize, Serialize};
 
 /// The most batches that are kept of a job.
 pub const MAX_IMAGE_BATCHES: usize = 64;
 
-/// A batch of images of one size that a training process reads; or the largest image that a process generates from a file of prompts.
+/// A batch of images of one size that a process reads: a training, or `batch_img2img`, which changes one image at a time; or the largest
+/// image that a process generates from a file of prompts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ImageBatch {
     /// The index of the process in `config.process`.

@@ -18,7 +18,7 @@ use super::optimizers::{OptimizerFacts, facts};
 use super::parameter_counts::{CompactWeights, ParameterCounts};
 use super::profile::MemoryProfile;
 use super::qtype::QType;
-use super::requests::{ImageSize, image_sizes, image_sizes_with_files, sample_sizes};
+use super::requests::{ImageSize, image_sizes_with_files, sample_sizes};
 use super::shapes::ModelShapes;
 use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, WeightTotals,
@@ -370,8 +370,7 @@ impl<'a> Job<'a> {
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
         let (mut phases, recycled) = match self.kind {
             WorkKind::Generation => {
-                let sizes = image_sizes_with_files(self.body, self.multiple(), &self.batches);
-                let transient = self.images(&model, &options, backend, &sizes);
+                let transient = self.images(&model, &options, backend, &self.generated_sizes());
                 (vec![Phase { held: 0.0, transient }], transient)
             }
             WorkKind::Training => self.training(&model, &options, backend),
@@ -390,7 +389,8 @@ impl<'a> Job<'a> {
             small_fraction,
             returns_freed_memory: options.returns_freed_memory,
             has_several_images: match self.kind {
-                WorkKind::Generation => image_sizes(self.body, self.multiple()).len() > 1,
+                // A data set usually has several.
+                WorkKind::Generation => self.changes_images() || self.generated_sizes().len() > 1,
                 // Samples are made at the end, and usually before it.
                 WorkKind::Training => !sample_sizes(self.body, self.multiple()).is_empty(),
             },
@@ -419,6 +419,29 @@ impl<'a> Job<'a> {
         let largest = text.largest_quantised.max(denoiser.largest_quantised);
         let quantised = text.quantised + denoiser.quantised;
         vec![phase(largest, vae.resident + 0.3 * quantised)]
+    }
+
+    /// Whether the process changes the images of data sets (`batch_img2img`).
+    fn changes_images(&self) -> bool {
+        self.kind == WorkKind::Generation && self.body.get("datasets").is_some_and(Value::is_array)
+    }
+
+    /// The sizes of the images that a generation makes: those of the images that it changes, or else those of its section.
+    fn generated_sizes(&self) -> Vec<ImageSize> {
+        let multiple = self.multiple();
+        if !self.changes_images() {
+            return image_sizes_with_files(self.body, multiple, &self.batches);
+        }
+        let guidance_scale = self.body.pointer("/generate/guidance_scale").and_then(Value::as_f64);
+        let floor = |side: f64| ((side / multiple).floor() * multiple).max(multiple);
+        let size = |[height, width]: [f64; 2]| ImageSize {
+            width: floor(width),
+            height: floor(height),
+            guidance_scale: guidance_scale.unwrap_or(7.0),
+            // Its prompts are captions.
+            characters: (CAPTION_TOKENS - CHAT_TOKENS) * CHARACTERS_PER_TOKEN,
+        };
+        self.data().into_iter().map(|batch| size(batch.size)).collect()
     }
 
     /// Sides of images are multiples of this number of pixels.
@@ -479,7 +502,7 @@ impl<'a> Job<'a> {
             let prompt = prompt_tokens(sizes);
             peak = peak.max(self.denoising(model, backend, side, batch, guided, prompt).peak());
             peak = peak.max(self.decoding(model, options, backend, side).peak());
-            if self.has_control() {
+            if self.has_control() || self.changes_images() {
                 peak = peak.max(self.encoding(model, options, backend, side));
             }
         }

@@ -2,23 +2,29 @@
 //! prompts.
 
 use super::context::{Context, artifact_name};
+use super::events::{OutputRequests, StopSignal};
 use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters};
+use super::log_file::LogFile;
 use super::rate::Progress;
-use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
+use crate::data::{CaptionRules, Dataset, DatasetOptions, DatasetScan, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
 use crate::pipelines::{Pipeline, random_seed, to_generate_request};
 use crate::rng::generator_for;
 use crate::samplers::{self, NoiseSource};
-use aitk_common::attempt::Outcome;
+use aitk_common::attempt::{AttemptSpec, Outcome};
 use aitk_common::fsutil;
-use aitk_common::job::ProcessKind;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::process::Img2ImgProcess;
 use aitk_common::job::prompt::{ImageRequest, PromptFlags};
+use aitk_common::job::{JobSpec, ProcessKind};
+use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use image::RgbImage;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+
+/// Sides of images are multiples of this number of pixels.
+const DIVISIBILITY: u32 = 8;
 
 /// One image-to-image task.
 struct Task {
@@ -181,13 +187,60 @@ fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage
     }
 }
 
+/// The largest images of each process of an attempt that changes images, in the size in which they are changed, for the prediction of its
+/// memory. Headers are read, and nothing is written. A process whose data cannot be read has none.
+pub(super) fn image_batches(spec: &AttemptSpec) -> Vec<ImageBatch> {
+    let Ok(job) = serde_json::from_value::<JobSpec>(spec.job.clone()) else {
+        return Vec::new();
+    };
+    let mut events = Vec::new();
+    let cx = Context {
+        spec,
+        job: &job,
+        events: &mut events,
+        stop: &StopSignal::new(),
+        requests: &OutputRequests::new(),
+        log_file: LogFile::default(),
+    };
+    let mut batches = Vec::new();
+    for (index, process) in job.process.iter().enumerate() {
+        let ProcessKind::Img2Img(process) = &process.kind else {
+            continue;
+        };
+        let Ok(sizes) = image_sizes(process, &cx) else {
+            continue;
+        };
+        let of_size = |(width, height): (u32, u32)| ImageBatch {
+            process: u32::try_from(index).unwrap_or(u32::MAX),
+            width,
+            height,
+            images: 1,
+        };
+        batches.extend(largest_batches(sizes.into_iter().map(of_size)));
+    }
+    batches
+}
+
+/// Width and height of the images of all data sets, as they are changed.
+fn image_sizes(process: &Img2ImgProcess, cx: &Context<'_>) -> Result<BTreeSet<(u32, u32)>> {
+    let mut sizes = BTreeSet::new();
+    for config in &process.datasets {
+        for resolution in config.resolution.iter() {
+            let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
+            let scan = DatasetScan::read(&options, false)?;
+            sizes.extend(scan.bucket_sizes(&options, DIVISIBILITY));
+        }
+    }
+    Ok(sizes)
+}
+
 /// The tasks of all data sets, in order.
 fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
     let mut out = Vec::new();
     for config in &process.datasets {
         for resolution in config.resolution.iter() {
             let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
-            let (dataset, warnings) = Dataset::open(options, 8, cx.spec.seed)?;
+            let (dataset, warnings) = Dataset::open(options, DIVISIBILITY, cx.spec.seed)?;
             for warning in warnings {
                 cx.log("warn", warning);
             }

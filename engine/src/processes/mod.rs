@@ -8,6 +8,7 @@ mod events;
 mod extension;
 mod extract;
 mod generate;
+mod image_batches;
 mod image_generator;
 mod img2img;
 mod job_metadata;
@@ -42,9 +43,10 @@ mod train;
 
 pub use context::{Context, artifact_name, expand_home};
 pub use events::{EventSink, OutputRequests, StopSignal};
+pub use image_batches::image_batches;
 pub use language_model_check::check_language_model;
 pub use log_file::LogFile;
-pub use train::{TrainingPreview, check_settings, image_batches, preview};
+pub use train::{TrainingPreview, check_settings, preview};
 
 use crate::device::portable::{is_portable, portable};
 use crate::error::{EngineError, Result};

@@ -402,7 +402,14 @@ fn img2img_uses_captions_as_prompts() {
             data.display()
         )
     };
-    let (outcome, events) = run_spec(&spec(&job(0.5)));
+    let attempt = spec(&job(0.5));
+    // What memory is predicted from: 96 x 48 pixels are more than 64 x 64 allow.
+    let sizes: Vec<(u32, u32)> = image_batches(&attempt)
+        .iter()
+        .map(|batch| (batch.width, batch.height))
+        .collect();
+    assert_eq!(sizes, [(64, 64)]);
+    let (outcome, events) = run_spec(&attempt);
     assert_eq!(outcome, Outcome::Completed);
     let generated = images(&events);
     assert_eq!(generated.len(), 3);

@@ -125,6 +125,60 @@ fn the_sizes_of_the_images_count_if_they_were_seen() {
     assert!(bytes(&[absurd]) > 1 << 50);
 }
 
+/// `batch_img2img` makes images of the size of those of its data sets, and encodes them before.
+#[test]
+fn image_to_image_is_predicted_from_the_sizes_of_its_images() {
+    let process = |kind: &str, more: Value| {
+        let mut body = json!({"model": {"arch": "sd1", "dtype": "float32"}});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"process": [{"kind": {kind: body}}]})
+    };
+    let changed = |resolution: u32| {
+        process(
+            "img2_img",
+            json!({"datasets": [{"resolution": [256, resolution]}], "generate": {"sample_steps": 4, "guidance_scale": 7.0}}),
+        )
+    };
+    let bytes = |job: &Value, batches: &[ImageBatch]| {
+        let demand = Demand::of_job(job, None, batches).unwrap();
+        let need = demand.memory.unwrap();
+        (
+            need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu),
+            need.under(MemoryProfile::FullGpu, DeviceKind::Cuda),
+            demand.millipasses,
+        )
+    };
+    let of_prompts = |side: u32| {
+        let prompts = json!({"generate": {"width": side, "height": side, "prompts": ["a", "b"], "sample_steps": 4}});
+        bytes(&process("generate", prompts), &[])
+    };
+    for side in [512, 768, 1024] {
+        let (found, expected) = (bytes(&changed(side), &[]), of_prompts(side));
+        assert!(
+            // The work is that of one image, here of two.
+            found.0 >= expected.0 && found.1 >= expected.1 && found.2 >= expected.2 / 2,
+            "{side}: {found:?}, without an image {expected:?}"
+        );
+        assert!(
+            found.0 as f64 <= 1.3 * expected.0 as f64,
+            "{side}: {found:?}, {expected:?}"
+        );
+    }
+    assert!(bytes(&changed(1024), &[]).0 > bytes(&changed(512), &[]).0);
+    let seen = |width: u32, height: u32| ImageBatch {
+        process: 0,
+        width,
+        height,
+        images: 1,
+    };
+    let small = bytes(&changed(1024), &[seen(512, 512)]);
+    assert_eq!(small, bytes(&changed(512), &[]), "smaller images than the resolution");
+    assert_eq!(
+        bytes(&changed(1024), &[seen(512, 512), seen(1024, 1024)]),
+        bytes(&changed(1024), &[])
+    );
+}
+
 #[test]
 fn text_encoders_that_leave_the_memory_are_not_counted() {
     let need = |keys: &[(&str, &str)]| {

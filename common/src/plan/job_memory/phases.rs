@@ -5,7 +5,6 @@ use crate::plan::json::config_options;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::phases::PhaseBytes;
 use crate::plan::profile::MemoryProfile;
-use crate::plan::requests::image_sizes;
 use crate::plan::walk::Backend;
 
 impl Job<'_> {
@@ -14,7 +13,7 @@ impl Job<'_> {
         let options = MemoryOptions::of(profile).merge(config_options(self.body));
         let model = self.model(&options, backend);
         if self.kind == WorkKind::Generation {
-            let sizes = image_sizes(self.body, self.multiple());
+            let sizes = self.generated_sizes();
             let prompt = prompt_tokens(&sizes);
             let largest = sizes.iter().max_by(|a, b| a.area().total_cmp(&b.area()));
             let Some(size) = largest else {
@@ -25,6 +24,10 @@ impl Job<'_> {
             let batch = if guided && !options.sequential_cfg { 2.0 } else { 1.0 };
             return PhaseBytes {
                 text: self.text_pass(&model, backend, prompt),
+                encoding: match self.changes_images() {
+                    true => self.encoding(&model, &options, backend, side),
+                    false => 0.0,
+                },
                 denoising: self.denoising(&model, backend, side, batch, guided, prompt).peak(),
                 decoding: self.decoding(&model, &options, backend, side).peak(),
                 ..PhaseBytes::default()

@@ -4,7 +4,6 @@ use super::{CAPTION_TOKENS, Job, MAX_SIDE, WorkKind, prompt_tokens};
 use crate::plan::demand::evaluations;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::parameter_counts::ParameterCounts;
-use crate::plan::requests::image_sizes;
 use crate::plan::walk::Backend;
 use serde_json::Value;
 
@@ -21,7 +20,7 @@ impl Job<'_> {
                 self.step(&model, backend, false, checkpointed, &self.data()).flops
             }
             WorkKind::Generation => {
-                let all = image_sizes(self.body, self.multiple());
+                let all = self.generated_sizes();
                 let prompt = prompt_tokens(&all);
                 let evaluations = evaluations(self.body);
                 let mut flops = 0.0;
