@@ -356,9 +356,9 @@ section! {
         kind as "type": ProcessType = ProcessType::BatchImg2Img, Works, shown "required";
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
-        /// Folder for the images.
+        /// Folder for the images, each with its source's name and its caption in a `.txt`.
         output_folder [required]: String = String::new(), Works;
-        /// Folder into which the source images are copied.
+        /// Folder into which the source images are copied as they are used, with their captions.
         copy_inputs_to: Option<String> = None, Works;
         /// Device to use; ignored.
         device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");

@@ -132,14 +132,18 @@ pub(super) fn artifact_index_base(job: &JobSpec, is_own: impl Fn(&ProcessKind) -
     position as u64 * 1_000_000_000
 }
 
-/// An unused file name `<unix ms>_<count>.<ext>` in `folder`.
-pub(super) fn image_name(folder: &Path, count: u64, ext: &str) -> String {
-    // Config validation allows four suffixes. This check keeps the name from becoming a path if a spec was not
-    // validated.
-    let ext = match ext.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+/// The suffix of image files, without the dot. Config validation allows four of them; this check keeps a name from becoming a path if a spec
+/// was not validated.
+pub(super) fn image_ext(ext: &str) -> &str {
+    match ext.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         true => ext,
         false => "png",
-    };
+    }
+}
+
+/// An unused file name `<unix ms>_<count>.<ext>` in `folder`.
+pub(super) fn image_name(folder: &Path, count: u64, ext: &str) -> String {
+    let ext = image_ext(ext);
     let mut now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |d| d.as_millis() as u64);

@@ -1,9 +1,9 @@
 //! The `batch_img2img` process (docs/images.md): image-to-image on data sets, with captions as
-//! prompts.
+//! prompts, each to a file of its image's name.
 
 use super::context::{Context, artifact_name};
 use super::events::{OutputRequests, StopSignal};
-use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters};
+use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_ext, png_parameters};
 use super::log_file::LogFile;
 use super::rate::Progress;
 use crate::data::{CaptionRules, Dataset, DatasetOptions, DatasetScan, build_caption};
@@ -16,12 +16,12 @@ use aitk_common::attempt::{AttemptSpec, Outcome};
 use aitk_common::fsutil;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::process::Img2ImgProcess;
-use aitk_common::job::prompt::{ImageRequest, PromptFlags};
+use aitk_common::job::prompt::ImageRequest;
 use aitk_common::job::{JobSpec, ProcessKind};
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use image::RgbImage;
-use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::collections::{BTreeSet, HashSet};
+use std::path::{Path, PathBuf};
 
 /// Sides of images are multiples of this number of pixels.
 const DIVISIBILITY: u32 = 8;
@@ -69,15 +69,21 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     let sampler = config.sampler.name();
     samplers::check_name(sampler)?;
     let tasks = tasks(process, cx)?;
-    let folder = cx.output_root(Some(&process.output_folder));
+    let root = cx.output_root(Some(&process.output_folder));
+    let folder = own_folder(process, &root, cx, |other| other.output_folder == process.output_folder);
     fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
-    let copies = process.copy_inputs_to.as_ref().map(|path| match &cx.spec.output_root {
-        Some(root) => root.join("inputs"),
-        None => super::expand_home(path),
+    let copies = process.copy_inputs_to.as_ref().map(|path| match cx.spec.output_root {
+        Some(_) => folder.join("inputs"),
+        None => {
+            let shares_folder = |other: &Img2ImgProcess| other.copy_inputs_to.as_ref() == Some(path);
+            own_folder(process, &super::expand_home(path), cx, shares_folder)
+        }
     });
     if let Some(copies) = &copies {
         fsutil::create_dir_all(copies).map_err(image_io::from_fs_error)?;
     }
+    let written: Vec<&Path> = std::iter::once(&folder).chain(&copies).map(PathBuf::as_path).collect();
+    let stems = result_stems(&tasks, &written);
     let mut finished = FinishedImages::open(&folder, cx, process)?;
     let index_base = artifact_index_base(
         cx.job,
@@ -91,10 +97,14 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     let generated: BTreeSet<u64> = cx.spec.generated.iter().copied().collect();
     let mut done = 0;
     let mut progress = Progress::new();
-    for (index, task) in (0u64..).zip(&tasks) {
+    for ((index, task), stem) in (0u64..).zip(&tasks).zip(&stems) {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);
-            cx.artifact("image", &folder, &path, None, Some(index_base + index));
+            let caption = path.with_extension("txt");
+            if caption.is_file() {
+                cx.artifact("prompt", &root, &caption, None, Some(index_base + index));
+            }
+            cx.artifact("image", &root, &path, None, Some(index_base + index));
             done += 1;
             continue;
         }
@@ -125,12 +135,20 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         let Some(result) = images.and_then(|images| images.into_iter().next()) else {
             return Ok(Outcome::stopped());
         };
-        let name = image_name(&folder, index, &config.ext);
-        let path = folder.join(&name);
+        let [name, caption_name] = [image_ext(&config.ext), "txt"].map(|ext| format!("{stem}.{ext}"));
+        let (path, caption) = (folder.join(&name), folder.join(&caption_name));
+        // That of an earlier run: an image that exists is finished once its name is recorded.
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(EngineError::io(&path, error)),
+            _ => {}
+        }
         finished.add(index, name.clone())?;
         if let Some(copies) = &copies {
             image_io::save(&source, &copies.join(&name), &[])?;
+            image_io::write(&copies.join(&caption_name), task.prompt.as_bytes())?;
         }
+        image_io::write(&caption, task.prompt.as_bytes())?;
+        cx.artifact("prompt", &root, &caption, None, Some(index_base + index));
         image_io::save(
             &result,
             &path,
@@ -140,11 +158,11 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
             "info",
             format!(
                 "{}: from {}, seed {seed}",
-                artifact_name(&folder, &path),
+                artifact_name(&root, &path),
                 task.path.display()
             ),
         );
-        cx.artifact("image", &folder, &path, None, Some(index_base + index));
+        cx.artifact("image", &root, &path, None, Some(index_base + index));
         done += 1;
         progress.step(cx, done, total);
     }
@@ -152,27 +170,88 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     Ok(Outcome::Completed)
 }
 
-/// The settings of one image: the flags of its caption override those of the `generate` section.
+/// The folder that a process writes to. Of several processes of one job that write to the same folder, each but the first gets a folder
+/// in it, because their results may have the same names.
+fn own_folder(
+    process: &Img2ImgProcess,
+    folder: &Path,
+    cx: &Context<'_>,
+    shares_folder: impl Fn(&Img2ImgProcess) -> bool,
+) -> PathBuf {
+    let mut is_shared = false;
+    for (position, other) in cx.job.process.iter().enumerate() {
+        let ProcessKind::Img2Img(other) = &other.kind else {
+            continue;
+        };
+        if std::ptr::eq(&raw const **other, process) {
+            return match is_shared {
+                true => folder.join(format!("process_{position}")),
+                false => folder.to_path_buf(),
+            };
+        }
+        is_shared |= cx.spec.output_root.is_some() || shares_folder(other);
+    }
+    folder.to_path_buf()
+}
+
+/// The names of the results, without their suffix: those of their images, as in ai-toolkit. An image gets a number if one before it has
+/// the same name, or if a source image of that name is in a folder that is written to.
+fn result_stems(tasks: &[Task], written: &[&Path]) -> Vec<String> {
+    let stem = |task: &Task| task.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    // Some file systems do not tell capital letters from small ones.
+    let key = |stem: &str| stem.to_lowercase();
+    let canonical = |path: &Path| std::fs::canonicalize(path).ok();
+    let written: Vec<PathBuf> = written.iter().filter_map(|folder| canonical(folder)).collect();
+    let is_written_to = |task: &&Task| {
+        let folder = task.path.parent().and_then(canonical);
+        folder.is_some_and(|folder| written.contains(&folder))
+    };
+    let sources: HashSet<String> = tasks.iter().map(|task| key(&stem(task))).collect();
+    let mut used: HashSet<String> = tasks
+        .iter()
+        .filter(is_written_to)
+        .map(|task| key(&stem(task)))
+        .collect();
+    let mut names = Vec::with_capacity(tasks.len());
+    for task in tasks {
+        let stem = stem(task);
+        if used.insert(key(&stem)) {
+            names.push(stem);
+            continue;
+        }
+        let mut number = 1u64;
+        let name = loop {
+            let name = format!("{stem}_{number}");
+            if !sources.contains(&key(&name)) && used.insert(key(&name)) {
+                break name;
+            }
+            number += 1;
+        };
+        names.push(name);
+    }
+    names
+}
+
+/// The settings of one image. As in ai-toolkit, its caption is the prompt as it is: a `--` begins no flag.
 fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage, job_seed: u64) -> ImageRequest {
     let config = &process.generate;
-    let flags = PromptFlags::parse(prompt);
-    let default_seed = match config.seed {
+    let seed = match config.seed {
         -1 => random_seed(job_seed, index) as i64,
         seed if config.walk_seed => seed.wrapping_add(index as i64),
         seed => seed,
     };
     ImageRequest {
-        prompt: flags.prompt,
-        prompt_2: flags.prompt_2,
-        negative_prompt: flags.negative_prompt.unwrap_or_else(|| config.neg.clone()),
-        negative_prompt_2: flags.negative_prompt_2,
+        prompt: prompt.to_owned(),
+        prompt_2: None,
+        negative_prompt: config.neg.clone(),
+        negative_prompt_2: None,
         width: source.width(),
         height: source.height(),
-        seed: Some(flags.seed.unwrap_or(default_seed)),
-        guidance_scale: flags.guidance_scale.unwrap_or(config.guidance_scale),
-        guidance_rescale: flags.guidance_rescale.unwrap_or(config.guidance_rescale),
-        steps: flags.steps.unwrap_or(config.sample_steps).max(1),
-        network_multiplier: flags.network_multiplier.unwrap_or(1.0),
+        seed: Some(seed),
+        guidance_scale: config.guidance_scale,
+        guidance_rescale: config.guidance_rescale,
+        steps: config.sample_steps.max(1),
+        network_multiplier: 1.0,
         adapter_conditioning_scale: 1.0,
         refiner_start_at: 0.5,
         extra_values: Vec::new(),
