@@ -23,9 +23,6 @@ use image::RgbImage;
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
-/// Sides of images are multiples of this number of pixels.
-const DIVISIBILITY: u32 = 8;
-
 /// One image-to-image task.
 struct Task {
     /// The input image.
@@ -300,6 +297,14 @@ pub(super) fn image_batches(spec: &AttemptSpec) -> Vec<ImageBatch> {
     batches
 }
 
+/// Sides of images are multiples of this number of pixels: those of a training, but images without buckets have their own size.
+fn divisibility(process: &Img2ImgProcess, config: &DatasetConfig) -> u32 {
+    match config.buckets {
+        true => process.model.arch.name.bucket_divisibility(),
+        false => 8,
+    }
+}
+
 /// Width and height of the images of all data sets, as they are changed.
 fn image_sizes(process: &Img2ImgProcess, cx: &Context<'_>) -> Result<BTreeSet<(u32, u32)>> {
     let mut sizes = BTreeSet::new();
@@ -307,7 +312,7 @@ fn image_sizes(process: &Img2ImgProcess, cx: &Context<'_>) -> Result<BTreeSet<(u
         for resolution in config.resolution.iter() {
             let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
             let scan = DatasetScan::read(&options, false)?;
-            sizes.extend(scan.bucket_sizes(&options, DIVISIBILITY));
+            sizes.extend(scan.bucket_sizes(&options, divisibility(process, config)));
         }
     }
     Ok(sizes)
@@ -319,7 +324,7 @@ fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
     for config in &process.datasets {
         for resolution in config.resolution.iter() {
             let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
-            let (dataset, warnings) = Dataset::open(options, DIVISIBILITY, cx.spec.seed)?;
+            let (dataset, warnings) = Dataset::open(options, divisibility(process, config), cx.spec.seed)?;
             for warning in warnings {
                 cx.log("warn", warning);
             }
