@@ -91,7 +91,7 @@ section! {
         trigger_word: Option<String> = None, Works, shown "the process's";
         /// Words that are appended at random, or a text file with one per line.
         random_triggers: TextSource = TextSource::default(), Works, input PromptFile;
-        /// Above 1: append a random number of them, from 0 to this value.
+        /// How many are appended: 0 none, 1 one, above 1 a random number from 0 to this value.
         random_triggers_max: u32 = 1, Works;
         /// Chance of an empty caption.
         caption_dropout_rate: Float = Float(0.0), Works;

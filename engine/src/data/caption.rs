@@ -23,7 +23,7 @@ pub struct CaptionRules {
     pub tags: TagRules,
     /// Random triggers, which are appended to the caption.
     pub random_triggers: Vec<String>,
-    /// Above 1: a random number of triggers is appended, from 0 to this. Otherwise: one.
+    /// How many triggers are appended: none, one, or above 1 a random number from 0 to this.
     pub random_triggers_max: usize,
     /// Probability to repeat a short caption until it fills the text encoder. Not in regularisation sets.
     pub saturation: f64,
@@ -104,7 +104,7 @@ pub fn dropped_caption(rules: &CaptionRules) -> String {
     trigger.unwrap_or_default()
 }
 
-/// Changes one caption for training, in ai-toolkit's order: dropout, tags, trigger, random triggers.
+/// Changes one caption for training, in ai-toolkit's order: dropout, tags, trigger, random triggers, shuffling again.
 ///
 /// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; those of the tags
 /// ([`change_tags`]); number of random triggers `randint(0, max + 1)`, which ones `randperm(triggers)`, or a single one
@@ -136,7 +136,8 @@ fn changed_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerat
         caption = format!("{trigger} {caption}");
     }
 
-    if !rules.random_triggers.is_empty() {
+    let has_random_triggers = !rules.random_triggers.is_empty() && rules.random_triggers_max > 0;
+    if has_random_triggers {
         let count = rules.random_triggers.len();
         let indices: Vec<usize> = if rules.random_triggers_max > 1 {
             let number = generator.randint(0, rules.random_triggers_max as i64 + 1, 1)[0];
@@ -152,11 +153,11 @@ fn changed_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerat
         for index in indices {
             caption = format!("{caption}, {}", rules.random_triggers[index]);
         }
-        // The tags that keep their places do so here too.
-        if rules.tags.shuffle && !rules.tags.keeps_places() {
-            let tokens: Vec<&str> = caption.split(',').collect();
-            caption = shuffle(&tokens, generator).join(", ");
-        }
+    }
+    // The trigger words get a random place among the tags.
+    if rules.tags.shuffles_again(has_random_triggers) {
+        let tokens: Vec<&str> = caption.split(',').collect();
+        caption = shuffle(&tokens, generator).join(", ");
     }
     caption
 }

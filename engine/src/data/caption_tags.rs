@@ -40,6 +40,13 @@ impl TagRules {
         self.kept_in_place || self.kept_separator.is_some()
     }
 
+    /// Whether the tags are shuffled again after the trigger words were added: as in ai-toolkit, unless some tags keep their places. What
+    /// goes beyond ai-toolkit asks for the order of sd-scripts, where only random triggers, which it does not have, are shuffled in.
+    pub(super) fn shuffles_again(&self, has_random_triggers: bool) -> bool {
+        let is_of_ai_toolkit = !self.of_sd_scripts && self.separator.is_none() && self.secondary_separator.is_none();
+        self.shuffle && !self.keeps_places() && (is_of_ai_toolkit || has_random_triggers)
+    }
+
     pub(super) fn separator(&self) -> &str {
         self.separator.as_deref().unwrap_or(COMMA)
     }

@@ -132,6 +132,7 @@ fn some_tags_are_shuffled_and_every_alternative_is_chosen() {
             ..TagRules::default()
         },
         random_triggers: vec!["last".into()],
+        random_triggers_max: 1,
         ..rules()
     };
     let mut seen = std::collections::BTreeSet::new();
@@ -189,11 +190,13 @@ fn captions_are_changed_in_ai_toolkits_order() {
         ..rules()
     };
     assert_eq!(build("a,b,c,d", &tokens), "a, b");
-    let appended = CaptionRules {
+    let appended = |max: usize| CaptionRules {
         random_triggers: vec!["one".into()],
+        random_triggers_max: max,
         ..rules()
     };
-    assert_eq!(build("a", &appended), "a, one");
+    assert_eq!(build("a", &appended(1)), "a, one");
+    assert_eq!(build("a", &appended(0)), "a");
     let shuffled = build(
         "a,b,c,d,e,f,g",
         &CaptionRules {
@@ -204,8 +207,9 @@ fn captions_are_changed_in_ai_toolkits_order() {
             ..rules()
         },
     );
-    let mut letters: Vec<&str> = shuffled.split(", ").collect();
-    assert_ne!(shuffled, "a, b, c, d, e, f, g");
+    // The second time it is split at commas alone, as there.
+    let mut letters: Vec<&str> = shuffled.split(", ").map(str::trim).collect();
+    assert_ne!(letters, ["a", "b", "c", "d", "e", "f", "g"]);
     letters.sort_unstable();
     assert_eq!(letters.join(""), "abcdefg");
     let many = CaptionRules {
@@ -220,6 +224,29 @@ fn captions_are_changed_in_ai_toolkits_order() {
             "{got}"
         );
     }
+}
+
+/// ai-toolkit shuffles the tags before and after it adds the trigger word, so that the word is not always the first one.
+#[test]
+fn a_trigger_word_is_shuffled_with_the_tags() {
+    let first = |change: &dyn Fn(&mut TagRules)| {
+        let mut rules = CaptionRules {
+            trigger: Some("zorb".into()),
+            ..rules()
+        };
+        rules.tags.shuffle = true;
+        change(&mut rules.tags);
+        let build = |seed| build_caption("a,b,c", &rules, &mut TorchGenerator::manual_seed(seed));
+        let starts_with_it = (0..60).filter(|seed| build(*seed).trim().starts_with("zorb")).count();
+        starts_with_it
+    };
+    let shuffled = first(&|_| {});
+    // The word and the tag after it are one tag, of three.
+    assert!((5..45).contains(&shuffled), "{shuffled} of 60");
+    // sd-scripts has no trigger word, and its orders stay.
+    assert_eq!(first(&|tags| tags.of_sd_scripts = true), 60);
+    assert_eq!(first(&|tags| tags.kept_in_place = true), 60);
+    assert_eq!(first(&|tags| tags.secondary_separator = Some(";".into())), 60);
 }
 
 #[test]
