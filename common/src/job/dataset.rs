@@ -139,7 +139,7 @@ section! {
         size: Option<ImageSize> = None, Works;
         /// No effect: the model's divisibility is used.
         bucket_tolerance: u32 = 64, Accepted("the model's divisibility is used, as ai-toolkit did");
-        /// Crop to a square.
+        /// Scale and crop every image to a square of the resolution, from its centre; smaller images are enlarged.
         square_crop: bool = false, Works;
         /// Scale before everything else.
         scale: f64 = 1.0, Works;
@@ -269,6 +269,12 @@ fn check(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
         report.warn(
             join(path, "random_scale"),
             "has no effect without `random_crop: true` and `buckets: false`, as in ai-toolkit",
+        );
+    }
+    if dataset.random_crop && dataset.square_crop && dataset.buckets {
+        report.warn(
+            join(path, "random_crop"),
+            "has no effect with `square_crop`, which crops from the centre, as in ai-toolkit",
         );
     }
     if dataset.use_short_captions && dataset.dataset_path.is_none() {

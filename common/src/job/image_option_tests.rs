@@ -114,6 +114,13 @@ fn random_squares_exclude_what_is_computed_once() {
 }
 
 #[test]
+fn squares_of_buckets_are_not_cropped_at_random() {
+    let (errors, warnings) = of_dataset("square_crop: true\nrandom_crop: true");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["random_crop", "no effect with `square_crop`"]);
+}
+
+#[test]
 fn changes_of_all_images_have_no_effect_on_cached_latents() {
     for lines in ["standardize_images: true", "img_multiplier: 0.5"] {
         assert_eq!(of_train(lines), (vec![], vec![]));

@@ -16,13 +16,15 @@ pub struct BucketPlan {
 }
 
 /// Plans the bucket of an image of `width` x `height` (after EXIF rotation and `scale`) for a resolution and the
-/// model's divisibility, cropped from the centre. `square` forces a square bucket.
+/// model's divisibility, cropped from the centre. `square`: every image becomes a square of the resolution, rounded down to a multiple of
+/// the divisibility; smaller images are enlarged, as in ai-toolkit.
 #[must_use]
 pub fn plan_bucket(width: u32, height: u32, resolution: u32, divisibility: u32, square: bool) -> BucketPlan {
     let (width, height) = (width.max(1), height.max(1));
     let bucket = if square {
-        let side = width.min(height);
-        bucket_size(side, side, resolution, divisibility)
+        let unit = divisibility.max(1);
+        let side = (resolution / unit * unit).max(unit);
+        (side, side)
     } else {
         bucket_size(width, height, resolution, divisibility)
     };
@@ -183,7 +185,21 @@ mod tests {
                 "{plan:?}"
             );
         }
-        let square = plan_bucket(800, 600, 512, 16, true);
-        assert_eq!(square.bucket, (512, 512));
+    }
+
+    /// As ai-toolkit's `square_crop`: the shorter side becomes the resolution, whatever it was.
+    #[test]
+    fn square_crops_have_the_resolution() {
+        for ((w, h, r), side, scaled, crop) in [
+            ((800, 600, 512), 512, (683, 512), (85, 0)),
+            ((300, 400, 512), 512, (512, 683), (0, 85)),
+            ((100, 100, 512), 512, (512, 512), (0, 0)),
+            // Rounded down to what the model needs.
+            ((100, 100, 500), 496, (496, 496), (0, 0)),
+            ((100, 100, 9), 16, (16, 16), (0, 0)),
+        ] {
+            let plan = plan_bucket(w, h, r, 16, true);
+            assert_eq!((plan.bucket, plan.scale_to, plan.crop), ((side, side), scaled, crop));
+        }
     }
 }

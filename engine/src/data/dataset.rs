@@ -50,7 +50,7 @@ pub struct DatasetOptions {
     pub buckets: bool,
     /// Without buckets: width and height of every image. `None`: a square of the resolution.
     pub size: Option<(u32, u32)>,
-    /// Crop to a square.
+    /// Scale and crop every image to a square of the resolution.
     pub square_crop: bool,
     /// Crop at a random position instead of the centre: once, and without buckets each time.
     pub random_crop: bool,
@@ -628,7 +628,8 @@ pub(super) fn plan_item(
         return plan_fixed(width, height, options.fixed_size());
     }
     let mut plan = plan_bucket(width, height, options.resolution, divisibility, options.square_crop);
-    if options.random_crop {
+    // As in ai-toolkit, squares are cut from the centre.
+    if options.random_crop && !options.square_crop {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let mut generator = generator_for(seed, &format!("crop/{name}"), u64::from(options.resolution), 0);
         let mut offset = |space: u32| generator.randint(0, i64::from(space) + 1, 1)[0] as u32;

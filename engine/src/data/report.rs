@@ -67,7 +67,7 @@ pub struct DatasetReport {
     pub default_caption: Option<String>,
     /// The warning about images without a caption, if there is one.
     pub caption_warning: Option<String>,
-    /// Images with fewer pixels than the resolution. They are trained at their own size, or enlarged without buckets.
+    /// Images with fewer pixels than the resolution. They are trained at their own size, or enlarged without buckets and with `square_crop`.
     pub too_small: Files,
     /// How many files are neither images nor captions, by suffix.
     pub ignored: BTreeMap<String, u64>,

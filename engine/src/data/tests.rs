@@ -515,6 +515,26 @@ fn an_image_that_scale_makes_too_large_is_an_error() {
 }
 
 #[test]
+fn square_crops_enlarge_small_images_and_are_not_random() {
+    let dir = tempfile::tempdir().unwrap();
+    write_image(&dir.path().join("small.png"), 40, 30);
+    write_image(&dir.path().join("large.png"), 200, 100);
+    let plans = |random_crop: bool| {
+        let options = DatasetOptions {
+            square_crop: true,
+            random_crop,
+            ..options(dir.path())
+        };
+        let (set, _) = Dataset::open(options, 16, 1).unwrap();
+        set.items.iter().map(|item| item.plan).collect::<Vec<_>>()
+    };
+    let centred = plans(false);
+    assert!(centred.iter().all(|plan| plan.bucket == (64, 64)));
+    assert_eq!([centred[0].crop, centred[1].crop], [(32, 0), (11, 0)]);
+    assert_eq!(plans(true), centred);
+}
+
+#[test]
 fn excluded_images_are_left_out_and_have_to_exist() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["a.png", "b.png", "sub/b.png"] {
