@@ -219,11 +219,11 @@ pub fn floor_size(pixels: u32) -> u32 {
     (pixels / 8 * 8).max(64)
 }
 
-/// Replaces `[trigger]` in a sample prompt; without a trigger word the text is unchanged.
+/// Replaces `[trigger]` and `[name]` in a sample prompt; without a trigger word the text is unchanged.
 #[must_use]
 pub fn replace_trigger(prompt: &str, trigger: Option<&str>) -> String {
     match trigger {
-        Some(trigger) => prompt.replace("[trigger]", trigger),
+        Some(trigger) => prompt.replace("[name]", trigger).replace("[trigger]", trigger),
         None => prompt.to_owned(),
     }
 }
@@ -471,7 +471,7 @@ mod tests {
             width: 517,
             samples: vec![
                 item("a", None),
-                item("b [trigger]", Some(3)),
+                item("b [trigger] [name]", Some(3)),
                 item("c", None),
                 item("d --seed 9", None),
             ],
@@ -482,7 +482,8 @@ mod tests {
         sample.walk_seed = true;
         assert_eq!(seeds(&sample), [Some(10), Some(3), Some(12), Some(9)]);
         let requests = sample.requests(Some("t0k"));
-        assert_eq!((requests[1].prompt.as_str(), requests[1].width), ("b t0k", 512));
+        assert_eq!((requests[1].prompt.as_str(), requests[1].width), ("b t0k t0k", 512));
+        assert_eq!(sample.requests(None)[1].prompt, "b [trigger] [name]");
         sample.seed = -1;
         assert_eq!(seeds(&sample)[0], None, "-1 is random");
     }
