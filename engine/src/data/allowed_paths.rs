@@ -24,6 +24,11 @@ impl AllowedPaths {
         Ok(Self(Some(canonical)))
     }
 
+    /// Whether only paths in one folder may be opened.
+    pub(super) fn are_confined(&self) -> bool {
+        self.0.is_some()
+    }
+
     /// Checks a name of a file list without looking at the file system: it must be a relative path without `..`.
     ///
     /// # Errors

@@ -24,9 +24,12 @@ pub struct ImageListing {
 
 const IMAGE_SUFFIXES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
 
-/// Lists the images of a folder (recursively, without names that begin with a dot and without `_controls`) or of a JSON
-/// file `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder. `stay_in_folder`: a
-/// path outside that folder is an error.
+/// The images in a folder of this name are not trained on, as in ai-toolkit; those in folders below it are.
+const CONTROLS_FOLDER: &str = "_controls";
+
+/// Lists the images of a folder (recursively, without names that begin with a dot and without those in `_controls`) or of a JSON
+/// file `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder, or at one above it.
+/// `stay_in_folder`: a path outside its own folder is an error.
 ///
 /// # Errors
 /// When the path does not exist or cannot be read, the JSON has another form, or a path is outside the folder.
@@ -68,12 +71,18 @@ fn is_image(path: &Path) -> bool {
     suffix_rank(path).is_some()
 }
 
+/// Whether images directly in this folder are left out.
+pub(super) fn is_controls_folder(folder: &Path) -> bool {
+    folder.file_name().is_some_and(|name| name == CONTROLS_FOLDER)
+}
+
 fn walk(
     folder: &Path,
     allowed_paths: &AllowedPaths,
     out: &mut Vec<PathBuf>,
     visited: &mut HashSet<PathBuf>,
 ) -> Result<()> {
+    let is_root = visited.is_empty();
     // Without this, a link to a parent folder would loop for ever.
     let canonical = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
     if !visited.insert(canonical) {
@@ -82,14 +91,14 @@ fn walk(
     for entry in std::fs::read_dir(folder).map_err(|e| EngineError::io(folder, e))? {
         let entry = entry.map_err(|e| EngineError::io(folder, e))?;
         let name = entry.file_name();
-        if name.to_string_lossy().starts_with('.') || name == "_controls" {
+        if name.to_string_lossy().starts_with('.') {
             continue;
         }
         let path = entry.path();
         allowed_paths.check(&path)?;
         if path.is_dir() {
             walk(&path, allowed_paths, out, visited)?;
-        } else if is_image(&path) {
+        } else if is_image(&path) && (is_root || !is_controls_folder(folder)) {
             // Opening a pipe would block for ever.
             if path.exists() && !path.is_file() {
                 return Err(EngineError::bad_input(format!(
@@ -101,6 +110,23 @@ fn walk(
         }
     }
     Ok(())
+}
+
+/// The file that a JSON data set in `root` calls `name`: beside it, or else below a folder above it, because ai-toolkit reads a relative path
+/// from the folder that it was started in.
+fn listed_image(root: &Path, name: &str, allowed_paths: &AllowedPaths) -> PathBuf {
+    let beside = match Path::new(name).is_absolute() {
+        true => return PathBuf::from(name),
+        false => root.join(name),
+    };
+    if beside.is_file() || allowed_paths.are_confined() {
+        return beside;
+    }
+    let Ok(canonical) = std::fs::canonicalize(root) else {
+        return beside;
+    };
+    let mut above = canonical.ancestors().skip(1).map(|folder| folder.join(name));
+    above.find(|path| path.is_file()).unwrap_or(beside)
 }
 
 fn read_json_listing(path: &Path, short_captions: bool, allowed_paths: AllowedPaths) -> Result<ImageListing> {
@@ -119,12 +145,9 @@ fn read_json_listing(path: &Path, short_captions: bool, allowed_paths: AllowedPa
     };
     for (name, entry) in map {
         out.allowed_paths.check_name(name)?;
-        let image = if Path::new(name).is_absolute() {
-            PathBuf::from(name)
-        } else {
-            root.join(name)
-        };
-        if !is_image(&image) {
+        let image = listed_image(&root, name, &out.allowed_paths);
+        let folder = Path::new(name).parent();
+        if !is_image(&image) || folder.is_some_and(is_controls_folder) {
             continue;
         }
         out.allowed_paths.check(&image)?;

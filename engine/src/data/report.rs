@@ -3,6 +3,7 @@
 use super::bucket::BucketPlan;
 use super::controls::ControlOptions;
 use super::dataset::{DatasetOptions, DatasetScan, check_options, flip_variants, plan_item};
+use super::discover::is_controls_folder;
 use super::masks::check_mask_file;
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -291,11 +292,13 @@ impl OtherFiles {
             }
             let path = entry.path();
             if kind.is_dir() {
-                match name == "_controls" {
-                    true => self.control_files += std::fs::read_dir(&path).into_iter().flatten().count() as u64,
-                    false if name == "_latent_cache" || name == "_t_e_cache" => {}
-                    false => self.count(&path, options, images, depth + 1),
+                if name != "_latent_cache" && name != "_t_e_cache" {
+                    self.count(&path, options, images, depth + 1);
                 }
+                continue;
+            }
+            if depth > 0 && is_controls_folder(folder) {
+                self.control_files += 1;
                 continue;
             }
             if images.contains(&path) || is_caption(&path, &name, options, images) {

@@ -413,6 +413,7 @@ fn folders_are_listed_as_in_the_config_reference() {
         ".hidden.png",
         ".dot/d.png",
         "_controls/e.png",
+        "_controls/sub/f.png",
     ] {
         write_image(&root.join(name).with_extension("png"), 64, 64);
         if name == "a.PNG" {
@@ -426,7 +427,8 @@ fn folders_are_listed_as_in_the_config_reference() {
         .iter()
         .map(|p| p.strip_prefix(root).unwrap().to_str().unwrap())
         .collect();
-    assert_eq!(names, ["a.PNG", "b.png", "sub/c.png"]);
+    // As in ai-toolkit, only the images directly in `_controls` are left out.
+    assert_eq!(names, ["_controls/sub/f.png", "a.PNG", "b.png", "sub/c.png"]);
 
     std::fs::write(
         root.join("set.json"),
@@ -435,6 +437,24 @@ fn folders_are_listed_as_in_the_config_reference() {
     .unwrap();
     let listing = discover(&root.join("set.json"), true, false).unwrap();
     assert_eq!(listing.captions[&root.join("b.png")], "short");
+    // Paths that start at a folder above, as those of ai-toolkit, which starts at the current folder; those beside the file come first.
+    let of_sub = root.join("sub/set.json");
+    let text = r#"{"sub/c.png": {"caption": "C"}, "a.PNG": {"caption": "A"}, "c.png": {}, "_controls/e.png": {}}"#;
+    std::fs::write(&of_sub, text).unwrap();
+    let above = |path: &str| std::fs::canonicalize(root).unwrap().join(path);
+    let listing = discover(&of_sub, false, false).unwrap();
+    assert_eq!(listing.images.len(), 3, "{:?}", listing.images);
+    assert_eq!(listing.captions[&above("a.PNG")], "A");
+    assert_eq!(listing.captions[&above("sub/c.png")], "C");
+    assert!(listing.images.contains(&root.join("sub/c.png")));
+    write_image(&root.join("sub/sub/c.png"), 64, 64);
+    let listing = discover(&of_sub, false, false).unwrap();
+    assert_eq!(listing.captions[&root.join("sub/sub/c.png")], "C");
+    std::fs::remove_file(root.join("sub/sub/c.png")).unwrap();
+    // What was sent with a job stays in its folder.
+    let message = discover(&of_sub, false, true).unwrap_err().to_string();
+    assert!(message.contains("does not exist"), "{message}");
+    std::fs::remove_file(&of_sub).unwrap();
     std::fs::write(root.join("set.json"), r#"{"gone.png": {"caption": "x"}}"#).unwrap();
     assert!(
         discover(&root.join("set.json"), false, false)
