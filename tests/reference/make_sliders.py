@@ -146,7 +146,7 @@ def image_pairs(with_prompts):
         by = JITTER * (2 * torch.rand(1, generator=g, dtype=torch.float64).item() - 1)
         weight = IMAGE_WEIGHT if with_prompts else 1 - abs(by) / JITTER
         sides = [model.noisy(latents, noise, t) for latents in (x, negative)]
-        strengths = STRENGTHS[0] + by, -STRENGTHS[1] - by
+        strengths = STRENGTHS[0] + by, -STRENGTHS[1] + by
         total = sum(0.5 * weight * F.mse_loss(model.predict(noisy, t, captions, s), noise.double()) for noisy, s in zip(sides, strengths))
         if with_prompts:
             target = TARGETS[int(torch.randint(0, len(TARGETS), (1,), generator=g))]
@@ -189,7 +189,7 @@ class Data:
         items = self.made[order[step % len(self.made)]]
         x = torch.stack([self.latents[i] for i in items])
         t, noise, _ = draw(generator(f"{SEED}/step/{step}/0"), x)
-        return x, torch.stack([self.negatives[i] for i in items]), noise, t, [CAPTIONS[i] or "a thing" for i in items]
+        return x, torch.stack([self.negatives[i] for i in items]), noise, t, [CAPTIONS[i] for i in items]
 
 
 def train(data, losses):

@@ -305,11 +305,14 @@ impl TrainerProcess {
             .flat_map(|slider| &slider.datasets)
             .map(ReferenceDataset::as_dataset)
             .collect();
-        for dataset in self.datasets.iter().chain(&pairs) {
+        let own = self.datasets.iter().map(|dataset| (dataset, false));
+        for (dataset, is_pair) in own.chain(pairs.iter().map(|dataset| (dataset, true))) {
             for &resolution in dataset.resolution.iter() {
                 let mut one = dataset.clone();
                 one.resolution.0 = vec![resolution];
-                one.trigger_word = one.trigger_word.or_else(|| self.trigger_word.clone());
+                // As in ai-toolkit, the captions of image pairs have no trigger word.
+                let trigger = self.trigger_word.as_ref().filter(|_| !is_pair);
+                one.trigger_word = one.trigger_word.or_else(|| trigger.cloned());
                 one.batch_size = one.batch_size.or(Some(self.train.batch_size));
                 one.cache_text_embeddings |= self.train.cache_text_embeddings;
                 split.push(one);

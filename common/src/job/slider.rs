@@ -117,7 +117,7 @@ section! {
         datasets: Vec<ReferenceDataset> = Vec::new(), Works;
         /// More losses (`ultimate_slider_trainer`, `image_reference_slider_trainer`).
         additional_losses: Vec<String> = Vec::new(), Accepted("never had an effect");
-        /// The strengths of both directions are changed by a random number up to this one (image pairs).
+        /// The strengths of both images of a pair are moved by the same random number, from minus this one to it.
         weight_jitter: f64 = 0.0, Works;
         /// Weight of the image loss (`ultimate_slider_trainer`).
         img_loss_weight: f64 = 1.0, Works;

@@ -410,6 +410,8 @@ impl ReferenceDataset {
             full_size_control_images: true,
             resolution: OneOrMany(vec![self.size]),
             default_caption: Some(self.target_class.clone()),
+            // Their captions are prompts as they are.
+            sd_scripts_captions: true,
             ..DatasetConfig::default()
         }
     }

@@ -62,6 +62,18 @@ fn sliders_without_a_mistake_have_no_message() {
 }
 
 #[test]
+fn the_captions_of_image_pairs_have_no_trigger_word() {
+    let text = PAIRS.replace("training_folder: out", "training_folder: out\n      trigger_word: zorb");
+    let loaded = parse(&text, Format::Yaml, None, &LoadOptions::default()).unwrap();
+    let pairs = loaded.spec.process[0].trainer().unwrap().split_datasets();
+    assert_eq!((pairs.len(), pairs[0].trigger_word.as_deref()), (1, None));
+    let text = CONCEPT.replace("training_folder: out", "training_folder: out\n      trigger_word: zorb");
+    let loaded = parse(&text, Format::Yaml, None, &LoadOptions::default()).unwrap();
+    let images = loaded.spec.process[0].trainer().unwrap().split_datasets();
+    assert_eq!(images[0].trigger_word.as_deref(), Some("zorb"));
+}
+
+#[test]
 fn mistakes_are_errors() {
     for (text, from, to, key, why) in [
         (

@@ -81,6 +81,26 @@ pub fn read_caption(image: &Path, extension: &str, default: Option<&str>) -> Res
     }
 }
 
+/// Reads the caption of a pair of images as ai-toolkit does: the first caption file that exists beside `images`. Newlines separate tags
+/// too, and empty tags are left out. `None`: no file exists. A blank file is an empty caption.
+///
+/// # Errors
+/// As [`read_caption`].
+pub(super) fn read_pair_caption(images: &[&Path], extension: &str) -> Result<Option<String>> {
+    for image in images {
+        if !caption_path(image, extension).exists() {
+            continue;
+        }
+        let text = read_caption(image, extension, None)?;
+        let tags = text
+            .split([',', '\n', '\r'])
+            .map(str::trim)
+            .filter(|tag| !tag.is_empty());
+        return Ok(Some(tags.collect::<Vec<_>>().join(", ")));
+    }
+    Ok(None)
+}
+
 /// Reads the caption of `{"caption": …}`, as ai-toolkit reads JSON caption files.
 fn parse_json_caption(path: &Path, text: &str) -> Result<String> {
     let error = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));

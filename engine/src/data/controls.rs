@@ -166,6 +166,15 @@ impl ControlFiles {
         Ok(found.cloned())
     }
 
+    /// Checks that a file beside a control image may be opened.
+    ///
+    /// # Errors
+    /// When it is outside of its folder.
+    pub(super) fn check(&self, path: &Path) -> Result<()> {
+        let folder = self.folders.iter().find(|folder| path.starts_with(&folder.path));
+        folder.map_or(Ok(()), |folder| folder.allowed_paths.check(path))
+    }
+
     /// The error about images without a control image: the first of them, and how many there are among `images`.
     pub(super) fn missing(&self, data_set: &Path, missing: &[PathBuf], images: usize) -> EngineError {
         let first = missing.first().map(PathBuf::as_path).unwrap_or_else(|| Path::new(""));

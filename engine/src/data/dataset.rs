@@ -4,9 +4,9 @@ use super::allowed_paths::AllowedPaths;
 use super::augment::Augmentations;
 use super::augmented_control::AugmentedControlOptions;
 use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_fixed};
-use super::caption::{CaptionRules, caption_path, read_caption};
+use super::caption::{CaptionRules, caption_path, read_caption, read_pair_caption};
 use super::captions_file::read_captions_file;
-use super::controls::ControlOptions;
+use super::controls::{ControlOptions, ControlRole};
 use super::discover::discover;
 use super::excluded::excluded_images;
 use super::half::Half;
@@ -146,6 +146,12 @@ impl DatasetOptions {
         self.random_crop && !self.buckets
     }
 
+    /// Whether each image is the positive one of a pair of a slider.
+    fn has_pairs(&self) -> bool {
+        let negative = |controls: &ControlOptions| controls.role == ControlRole::Negative;
+        self.side_by_side || self.controls.as_ref().is_some_and(negative)
+    }
+
     /// Width and height of every image without buckets.
     pub(super) fn fixed_size(&self) -> (u32, u32) {
         self.size.unwrap_or((self.resolution, self.resolution))
@@ -241,18 +247,31 @@ impl DatasetScan {
                 true => (size.0 / 2, size.1),
                 false => size,
             };
-            let text = match listing.captions.get(path) {
-                Some(caption) => caption.clone(),
-                None => {
-                    listing.allowed_paths.check(&caption_path(path, &options.caption_ext))?;
-                    read_caption(path, &options.caption_ext, None)?
-                }
-            };
-            let has_caption = !text.trim().is_empty();
             let control = match &control_files {
                 Some(files) => files.find(path)?,
                 None => options.side_by_side.then(|| path.clone()),
             };
+            let caption_file = caption_path(path, &options.caption_ext);
+            let found = match listing.captions.get(path) {
+                Some(caption) => Some(caption.clone()),
+                None => {
+                    listing.allowed_paths.check(&caption_file)?;
+                    match options.has_pairs() {
+                        true => {
+                            let negative = control.as_deref();
+                            if let (Some(files), Some(negative)) = (&control_files, negative) {
+                                files.check(&caption_path(negative, &options.caption_ext))?;
+                            }
+                            let images: Vec<&Path> = negative.into_iter().chain([path.as_path()]).collect();
+                            read_pair_caption(&images, &options.caption_ext)?
+                        }
+                        false => Some(read_caption(path, &options.caption_ext, None)?),
+                    }
+                }
+            };
+            let is_caption = |text: &String| options.has_pairs() || !text.trim().is_empty();
+            let has_caption = found.as_ref().is_some_and(is_caption);
+            let text = found.unwrap_or_default();
             match (&control, controls) {
                 (Some(control), Some(controls)) => {
                     let control_size = image_size(control)?;

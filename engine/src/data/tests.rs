@@ -554,6 +554,65 @@ fn square_crops_enlarge_small_images_and_are_not_random() {
     assert_eq!(plans(true), centred);
 }
 
+/// As ai-toolkit's `PairedImageDataset.get_prompt_item`.
+#[test]
+fn captions_of_image_pairs_are_beside_the_negative_image_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let (positive, negative) = (dir.path().join("positive"), dir.path().join("negative"));
+    for (folder, texts) in [
+        (
+            &positive,
+            [
+                Some("of the positive"),
+                Some("a,, b\n\n c\r\nd,"),
+                None,
+                Some("of the positive"),
+            ],
+        ),
+        (&negative, [Some("of the negative"), None, None, Some(" \n")]),
+    ] {
+        for (number, text) in texts.iter().enumerate() {
+            write_image(&folder.join(format!("{number}.png")), 64, 64);
+            if let Some(text) = text {
+                std::fs::write(folder.join(format!("{number}.txt")), text).unwrap();
+            }
+        }
+    }
+    let pairs = DatasetOptions {
+        controls: Some(ControlOptions {
+            role: ControlRole::Negative,
+            folders: vec![negative.clone()],
+            background: None,
+            full_size: true,
+        }),
+        default_caption: Some("a class".into()),
+        stay_in_folder: true,
+        ..options(&positive)
+    };
+    let captions = |options: &DatasetOptions| -> Vec<String> {
+        let scan = DatasetScan::read(options, false).unwrap();
+        scan.images.into_iter().map(|image| image.caption).collect()
+    };
+    assert_eq!(captions(&pairs), ["of the negative", "a, b, c, d", "a class", ""]);
+    // Two halves of one image.
+    let halves = DatasetOptions {
+        controls: None,
+        side_by_side: true,
+        ..pairs.clone()
+    };
+    assert_eq!(
+        captions(&halves),
+        ["of the positive", "a, b, c, d", "a class", "of the positive"]
+    );
+    // A caption may not lead out of the folder of negative images.
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("/etc/hostname", negative.join("2.txt")).unwrap();
+        let error = DatasetScan::read(&pairs, false).unwrap_err().to_string();
+        assert!(error.contains("2.txt` is not a file of this data set"), "{error}");
+    }
+}
+
 #[test]
 fn excluded_images_are_left_out_and_have_to_exist() {
     let dir = tempfile::tempdir().unwrap();

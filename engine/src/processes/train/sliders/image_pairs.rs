@@ -29,9 +29,9 @@ pub(super) fn micro_batch(
     let mut weight = 1.0;
     let jitter = config.weight_jitter;
     if jitter > 0.0 {
-        // Both directions get longer or shorter.
+        // As in ai-toolkit, both move the same way: one direction gets longer, the other one shorter.
         let by = jitter * (2.0 * generator.rand_f64(1)[0] - 1.0);
-        (positive, negative) = (positive + by, negative - by);
+        (positive, negative) = (positive + by, negative + by);
         // ai-toolkit's other trainer does not weigh the loss.
         if targets.is_none() {
             weight = 1.0 - by.abs() / jitter;
