@@ -389,7 +389,7 @@ fn validate_reports_the_data_in_80_columns() {
     assert_eq!(code(&gone), 1, "{}", out(&gone));
     let shown = out(&gone).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(
-        shown.contains("problem: job.yaml:10:") && shown.contains(" config.process[0].datasets[0].folder_path: "),
+        shown.contains("problem: job.yaml:12:") && shown.contains(" config.process[0].datasets[0].folder_path: "),
         "{shown}"
     );
     assert_eq!(
