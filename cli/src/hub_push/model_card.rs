@@ -6,7 +6,7 @@ use aitk_common::hub::push::{Source, Upload};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::network::NetworkType;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::job::prompt::PromptFlags;
+use aitk_common::job::prompt::{PromptFlags, replace_trigger};
 use aitk_common::job::repository::is_repository;
 use serde_json::json;
 use std::fmt::Write as _;
@@ -198,7 +198,7 @@ fn newest_samples(process: &TrainerProcess, files: &[Upload]) -> Vec<(String, St
         .filter_map(|(_, index, file)| {
             // Flags of the prompt can name files of this machine.
             let prompt = PromptFlags::parse(&process.sample.samples.get(index)?.prompt).prompt;
-            Some((prompt.replace("[trigger]", trigger), file.to_owned()))
+            Some((replace_trigger(&prompt, Some(trigger)), file.to_owned()))
         })
         .collect()
 }

@@ -180,10 +180,10 @@ fn uses_base(body: &Value) -> bool {
     let sets = || body.get("datasets").and_then(Value::as_array).into_iter().flatten();
     let has_masks = |set: &Value| text(set, "/mask_path").is_some() || flag(set, "/alpha_mask");
     let preserves = preserves(body);
-    flag(body, "/train/do_prior_divergence")
-        || (flag(body, "/train/correct_pred_norm") && !preserves)
-        || sets().any(|set| flag(set, "/prior_reg"))
-        || (flag(body, "/train/inverted_mask_prior") && sets().any(has_masks))
+    let compares = flag(body, "/train/do_prior_divergence")
+        || flag(body, "/train/correct_pred_norm")
+        || sets().any(|set| flag(set, "/prior_reg"));
+    (compares && !preserves) || (flag(body, "/train/inverted_mask_prior") && sets().any(has_masks))
 }
 
 /// The work of a training of a family that the planner does not know, in passes over 512 x 512 pixels.

@@ -94,18 +94,15 @@ impl RunOutput {
     }
 }
 
-/// Number of samples before the first step, at each due step, and at the end.
+/// Number of samples before the first step (of `first_sample` too), at each due step, and at the end.
 fn samples(process: &TrainerProcess, due: u64) -> u64 {
     if process.train.disable_sampling {
         return 0;
     }
     let count = |section: &SampleConfig| section.samples.len() as u64;
     let each = count(&process.sample);
-    let first = match process.train.skip_first_sample && !process.train.force_first_sample {
-        true => 0,
-        false => process.first_sample.as_ref().map_or(each, count),
-    };
-    first + (due + 1) * each
+    let baseline = if process.train.skip_first_sample { 0 } else { each };
+    process.first_sample.as_ref().map_or(0, count) + baseline + (due + 1) * each
 }
 
 #[cfg(test)]
@@ -136,6 +133,15 @@ mod tests {
         let mut late = lora(1000, 4);
         late.sample.sample_start_step = 100;
         assert_eq!(RunOutput::of(&late, None).samples, 2 * (1 + 18 + 1));
+        // `first_sample` is made beside those of the beginning, and without them.
+        late.first_sample = Some(SampleConfig {
+            samples: vec![Default::default()],
+            ..SampleConfig::default()
+        });
+        assert_eq!(RunOutput::of(&late, None).samples, 2 * (1 + 18 + 1) + 1);
+        late.train.skip_first_sample = true;
+        late.train.force_first_sample = true;
+        assert_eq!(RunOutput::of(&late, None).samples, 2 * (18 + 1) + 1);
         // A LoRA of rank 16 over Stable Diffusion 1.5 has 16 x 510,976 parameters, in float16.
         let save = output.save_bytes.unwrap();
         assert_eq!(save, HEADER_BYTES + 2 * 16 * 510_976);

@@ -32,7 +32,7 @@ mod validation;
 mod validation_loss;
 mod write;
 
-pub use image_batches::image_batches;
+pub(super) use image_batches::image_batches;
 pub use preview::{TrainingPreview, preview};
 pub use settings_check::check_settings;
 

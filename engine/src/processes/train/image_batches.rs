@@ -12,7 +12,7 @@ use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 /// The largest batches of each training process of an attempt. Image sizes come from the cache that the training wrote, or from
 /// the headers of the images; nothing is written. A process whose data cannot be read has none.
 #[must_use]
-pub fn image_batches(spec: &AttemptSpec) -> Vec<ImageBatch> {
+pub(in crate::processes) fn image_batches(spec: &AttemptSpec) -> Vec<ImageBatch> {
     let Ok(job) = serde_json::from_value::<JobSpec>(spec.job.clone()) else {
         return Vec::new();
     };
