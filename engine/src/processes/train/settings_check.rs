@@ -46,6 +46,7 @@ mod tests {
     use aitk_common::job::arch::ArchName;
     use aitk_common::job::network::NetworkConfig;
     use aitk_common::job::process::TrainerProcess;
+    use aitk_common::job::sample::SampleItem;
     use aitk_common::job::sampler::SamplerName;
     use aitk_common::job::save::SaveFormat;
     use aitk_common::job::train::LossTarget;
@@ -94,7 +95,10 @@ mod tests {
             process.network = Some(NetworkConfig::default());
             process.sample.sampler = SamplerName::Pndm;
             process.sample.sample_steps = steps;
-            process.sample.prompts = vec!["a cat".into()];
+            process.sample.samples = vec![SampleItem {
+                prompt: "a cat".into(),
+                ..SampleItem::default()
+            }];
             process.train.disable_sampling = disabled;
             check_settings(&process, model, &PartPaths::default(), None).map_err(|error| error.to_string())
         };
