@@ -237,8 +237,7 @@ fn a_trigger_word_is_shuffled_with_the_tags() {
         rules.tags.shuffle = true;
         change(&mut rules.tags);
         let build = |seed| build_caption("a,b,c", &rules, &mut TorchGenerator::manual_seed(seed));
-        let starts_with_it = (0..60).filter(|seed| build(*seed).trim().starts_with("zorb")).count();
-        starts_with_it
+        (0..60).filter(|seed| build(*seed).trim().starts_with("zorb")).count()
     };
     let shuffled = first(&|_| {});
     // The word and the tag after it are one tag, of three.

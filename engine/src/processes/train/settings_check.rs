@@ -91,8 +91,10 @@ mod tests {
         )
         .unwrap();
         let check = |steps, disabled| {
-            let mut process = TrainerProcess::default();
-            process.network = Some(NetworkConfig::default());
+            let mut process = TrainerProcess {
+                network: Some(NetworkConfig::default()),
+                ..TrainerProcess::default()
+            };
             process.sample.sampler = SamplerName::Pndm;
             process.sample.sample_steps = steps;
             process.sample.samples = vec![SampleItem {
