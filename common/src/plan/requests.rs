@@ -59,7 +59,7 @@ impl ImageSize {
 }
 
 /// The sizes of the images that `generate` makes, whose sides are multiples of `multiple`.
-pub(super) fn image_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
+fn image_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
     let Some(section) = body.get("generate") else {
         return Vec::new();
     };

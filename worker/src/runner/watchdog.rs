@@ -2,8 +2,8 @@
 //! time, the child's events and its CPU time.
 //!
 //! The limit follows from the child itself: the slowest of the recent gaps between two events in the same phase. A
-//! phase without events so far (a model that loads, the first step) gets a generous limit, unless the process uses no
-//! CPU time. Time in which this daemon did not run either (the machine slept, the daemon was stopped) is not counted,
+//! phase without events so far (a model that loads, the first step) gets a generous limit, unless the process has used
+//! no CPU time lately. Time in which this daemon did not run either (the machine slept, the daemon was stopped) is not counted,
 //! and neither is time in which the child waits for us to read its events.
 
 use aitk_common::attempt::ChildEvent;

@@ -64,6 +64,11 @@ impl Run<'_> {
         };
         let training_step = step;
         let requests = section.requests(self.process.sample_trigger());
+        // A coordinator keeps one artifact of each step and index: those of `first_sample` come after those of `sample`.
+        let index_base = match first {
+            true => self.process.sample.requests(self.process.sample_trigger()).len() as u64,
+            false => 0,
+        };
         if requests.is_empty() || self.process.train.disable_sampling {
             return Ok(true);
         }
@@ -125,7 +130,7 @@ impl Run<'_> {
                     let text = format!("{} --seed {seed}", request.prompt);
                     let bytes = encode(&image, format, &[("parameters", &text)])?;
                     fsutil::write_atomic(&path, |out| out.write_all(&bytes))?;
-                    cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
+                    cx.artifact("sample", &root, &path, Some(step), Some(index_base + index as u64));
                     written.push(path);
                     let current = kept.iter().chain(&written);
                     remove_older_samples(&folder, &naming::sample_tail(step, index, suffix), current);

@@ -9,8 +9,8 @@ use aitk_common::model_files::PartPaths;
 use std::path::Path;
 
 /// Checks that a training can start on a model: what the model predicts fits the options of the loss, the sampler can make the samples, the
-/// network has layers to train, and the whole model can be saved in the format of the config. `parts`: where parts come from that `model` does not have. `ranks_file`: the
-/// file of `network.pretrained_lora_path`, if it is there.
+/// network has layers to train, and the whole model can be saved in the format of the config. `parts`: where parts come from that `model`
+/// does not have. `ranks_file`: the file of `network.pretrained_lora_path`, if it is there.
 ///
 /// # Errors
 /// The error with which the training would end after loading the model.
