@@ -1,5 +1,9 @@
 //! Calls to a coordinator, with errors converted to [`Failure`]s with exit codes.
 
+mod status;
+
+pub use status::status_failure;
+
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::format::printable;
@@ -15,6 +19,7 @@ use aitk_proto::client::{AuthChannel, Clients, ConnectError, addresses, connect}
 use aitk_proto::v1::jobs_client::JobsClient;
 use aitk_proto::{LEADER_HEADER, trace, v1};
 use futures::{Stream, StreamExt};
+use status::{CallFailure, deleted_before, invalid_message, refusal, tls_hint};
 use std::collections::HashSet;
 use std::future::Future;
 use std::path::PathBuf;
@@ -521,110 +526,9 @@ impl Api {
     }
 }
 
-/// Why a call failed.
-struct CallFailure {
-    failure: Failure,
-    /// The code of the coordinator's answer; `None`: it did not answer.
-    code: Option<Code>,
-    /// The coordinator's own message.
-    answer: String,
-    /// A try before the last one may have been carried out.
-    repeated: bool,
-}
-
-/// The refusal of a submission, or another failure of the call.
-fn refusal(problem: CallFailure) -> Result<Failure, Failure> {
-    match problem.code {
-        Some(Code::InvalidArgument) => Ok(Failure::failed(printable(&problem.answer))),
-        Some(Code::Aborted) => Ok(problem.failure),
-        _ => Err(problem.failure),
-    }
-}
-
-/// The result of a call that deletes: what a try before deleted is not found.
-fn deleted_before<T>(problem: CallFailure, known: Option<T>) -> Result<T, Failure> {
-    match (problem.code, known) {
-        (Some(Code::NotFound), Some(known)) if problem.repeated => Ok(known),
-        _ => Err(problem.failure),
-    }
-}
-
 /// Whether the address lists several coordinators.
 fn is_shared(server: &str) -> bool {
     addresses(server).len() > 1
-}
-
-/// Returns a hint for a failed TLS handshake, by the name of the TLS library's error.
-fn tls_hint(problem: &str) -> Option<&'static str> {
-    let hints = [
-        (
-            "InvalidContentType",
-            "it may serve without TLS: write http:// before its address",
-        ),
-        (
-            "UnknownIssuer",
-            "no authority that this machine trusts signed its certificate: use the whole token from `aitk-coordinator token create`, which names the authority, or give --ca-file FILE (the certificate itself, if it is self-signed)",
-        ),
-        (
-            "CaUsedAsEndEntity",
-            "its certificate is a CA certificate; create one for a server: openssl req -x509 … -addext basicConstraints=critical,CA:FALSE",
-        ),
-        (
-            "NotValidForName",
-            "its certificate is for another name: use a name of the certificate, or add this one to it as a subjectAltName",
-        ),
-    ];
-    let found = hints.iter().find(|(word, _)| problem.contains(word));
-    found.map(|(_, hint)| *hint)
-}
-
-/// Converts a gRPC status to a failure.
-#[must_use]
-pub fn status_failure(server: &str, status: &Status) -> Failure {
-    let message = status.message();
-    match status.code() {
-        Code::NotFound => Failure::not_found(message),
-        Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, message)
-            .hint("`aitk doctor` shows which token is used and where it comes from"),
-        Code::Unavailable | Code::DeadlineExceeded => Failure::new(
-            Exit::Unreachable,
-            format!("the connection to {server} is broken: {message}"),
-        )
-        .hint("check that the coordinator is running; `aitk doctor` tests the connection"),
-        // tonic reports a connection that breaks during a stream as one of these codes.
-        Code::Unknown | Code::Cancelled if is_transport(status) => Failure::new(
-            Exit::Unreachable,
-            format!("the connection to {server} broke off: {message}"),
-        ),
-        Code::FailedPrecondition | Code::AlreadyExists | Code::Aborted => Failure::new(Exit::Conflict, message),
-        Code::Unimplemented => Failure::new(
-            Exit::Conflict,
-            format!("{server} does not support this call; it is another version of aitk"),
-        )
-        .hint("`aitk doctor` shows both versions"),
-        // A server with TLS gives this error to a client that connects without TLS.
-        _ if message.contains("h2 protocol error") && !server.starts_with("https:") => Failure::new(
-            Exit::Unreachable,
-            format!("{server} does not answer like a coordinator: {message}"),
-        )
-        .hint("it may require TLS: write https:// before its address"),
-        // A standby coordinator reports this when the leader dies during a forwarded call. A status sent by the server
-        // has no source.
-        Code::Internal if is_transport(status) => Failure::new(
-            Exit::Unreachable,
-            format!("the connection to {server} broke off: {message}"),
-        ),
-        _ => Failure::failed(format!("{server} answered: {message}")),
-    }
-}
-
-fn is_transport(status: &Status) -> bool {
-    std::error::Error::source(status).is_some()
-}
-
-fn invalid_message(error: aitk_proto::ConvertError) -> Failure {
-    Failure::failed(format!("the coordinator sent an invalid message: {error}"))
-        .hint("it may be another version of aitk; `aitk doctor` shows both")
 }
 
 /// Reads a token file. Refuses a file that other users may read.
@@ -670,72 +574,5 @@ pub(crate) mod tests {
             config_text: None,
             config_format: None,
         }
-    }
-
-    #[test]
-    fn certificate_errors_have_hints() {
-        for (problem, part) in [
-            ("invalid peer certificate: UnknownIssuer", "--ca-file"),
-            (
-                "invalid peer certificate: Other(OtherError(CaUsedAsEndEntity))",
-                "CA:FALSE",
-            ),
-            ("certificate not valid for name; NotValidForName", "subjectAltName"),
-        ] {
-            assert!(tls_hint(problem).unwrap().contains(part));
-        }
-        assert!(tls_hint("Connection refused").is_none());
-        let refused = status_failure("http://h:1", &Status::internal("h2 protocol error: http2 error"));
-        assert_eq!(refused.exit, Exit::Unreachable);
-        assert!(refused.render(false).contains("https://"), "{}", refused.render(false));
-    }
-
-    fn problem(code: Option<Code>, repeated: bool) -> CallFailure {
-        CallFailure {
-            failure: Failure::not_found("the server answered"),
-            code,
-            answer: "cluster.split: there is one image".to_owned(),
-            repeated,
-        }
-    }
-
-    #[test]
-    fn what_a_lost_try_deleted_counts_as_deleted() {
-        assert_eq!(deleted_before(problem(Some(Code::NotFound), true), Some(7)), Ok(7));
-        for (code, repeated, known) in [
-            (Some(Code::NotFound), false, Some(7)),
-            (Some(Code::NotFound), true, None),
-            (Some(Code::Aborted), true, Some(7)),
-            (None, true, Some(7)),
-        ] {
-            assert!(deleted_before(problem(code, repeated), known).is_err(), "{code:?}");
-        }
-    }
-
-    #[test]
-    fn a_submission_that_would_be_refused_is_told_from_a_call_that_failed() {
-        let refused = refusal(problem(Some(Code::InvalidArgument), false)).unwrap();
-        assert_eq!(refused, Failure::failed("cluster.split: there is one image"));
-        assert!(refusal(problem(Some(Code::Aborted), false)).is_ok());
-        for code in [Some(Code::Unavailable), Some(Code::FailedPrecondition), None] {
-            assert!(refusal(problem(code, false)).is_err(), "{code:?}");
-        }
-    }
-
-    #[test]
-    fn statuses_become_the_documented_exit_codes() {
-        for (status, exit) in [
-            (Status::not_found("no job x"), Exit::NotFound),
-            (Status::unauthenticated("wrong token"), Exit::Unauthorised),
-            (Status::unavailable("refused"), Exit::Unreachable),
-            (Status::failed_precondition("protocol 2"), Exit::Conflict),
-            (Status::internal("x"), Exit::Failed),
-        ] {
-            assert_eq!(status_failure("http://s", &status).exit, exit);
-        }
-        // The error is of the connection, not of the coordinator, so the stream is reopened.
-        let mut cut = Status::internal("h2 protocol error: error reading a body from connection");
-        cut.set_source(std::sync::Arc::new(std::io::Error::other("reset")));
-        assert_eq!(status_failure("https://s", &cut).exit, Exit::Unreachable);
     }
 }

@@ -48,6 +48,9 @@ pub use training_image::{Control, Mask, TrainingImage};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod caption_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod control_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -11,6 +11,9 @@ mod generate;
 mod image_batches;
 mod image_generator;
 mod img2img;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod img2img_tests;
 mod job_metadata;
 mod language_model_check;
 mod language_model_part;
