@@ -73,7 +73,7 @@ fingerprint() {
   {
     printf '%s\n' "$CUDA_COMPUTE_CAP" "${CUDA_HOME:-}" "$(rustc --version)"
     cat "$0" Cargo.lock Cargo.toml clippy.toml
-    find cli common coordinator engine proto tests worker -type f ! -path '*/fixtures/*' ! -path '*/target/*' -print0 | sort -z |
+    find cli common coordinator engine kernels proto tests worker -type f ! -path '*/fixtures/*' ! -path '*/target/*' -print0 | sort -z |
       xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
@@ -82,7 +82,7 @@ fingerprint() {
 # kernels, those of its last build.
 assemble() {
   local architecture=${1:-} kernels=0 crate ptx folder
-  for crate in candle-kernels aitk-engine; do
+  for crate in candle-kernels aitk-kernels; do
     folder=$(find "$CARGO_TARGET_DIR/release/build" -path "*/$crate-*/out/*.ptx" -printf '%T@ %h\n' | sort -rn | head -n 1 | cut -d' ' -f2-)
     [ -n "$folder" ] || { say "no kernels of $crate were found to assemble" && return 1; }
     while IFS= read -r -d '' ptx; do
@@ -123,7 +123,7 @@ case $mode in
   export CARGO_TARGET_DIR=$target
   NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} -Xcicc -O1 -Xptxas -O1" \
     cargo clippy --release --workspace --all-targets --locked --quiet --features aitk/cuda,aitk-worker/cuda \
-    --config profile.release.package.candle-kernels.opt-level=1 --config profile.release.package.aitk-engine.opt-level=1 -- -D warnings
+    --config profile.release.package.candle-kernels.opt-level=1 --config profile.release.package.aitk-kernels.opt-level=1 -- -D warnings
   # Assemble the PTX that a driver would compile, for this architecture and for a later one.
   assemble
   [ "${CUDA_COMPUTE_CAP%%[a-z]*}" -ge 90 ] || assemble sm_90

@@ -1,11 +1,12 @@
 //! Helpers for the tests of several modules.
 
+#[path = "../../kernels/src/testing.rs"]
+mod kernels;
 pub(crate) mod single_files;
 
 use crate::adapters::safetensors_bytes;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{LoadOptions, Model, Part};
-use crate::rng::TorchGenerator;
 use crate::weights::Index;
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::capability::{DeviceKind, DeviceRef};
@@ -14,84 +15,10 @@ use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::{Inventory, ModelFileKind, identify};
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device, Tensor};
+pub(crate) use kernels::*;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Once;
-
-/// Runs tests of this module again in portable mode, as tests of the same names in a module `in_portable_mode`.
-macro_rules! in_portable_mode {
-    ($($test:ident),* $(,)?) => {
-        mod in_portable_mode {
-            $(
-                #[test]
-                fn $test() {
-                    crate::device::portable::portable(super::$test);
-                }
-            )*
-        }
-    };
-}
-pub(crate) use in_portable_mode;
-
-/// Runs tests of this module again with emulated kernels for CUDA, as tests of the same names in a module `with_emulated_kernels`.
-macro_rules! with_emulated_kernels {
-    ($($test:ident),* $(,)?) => {
-        mod with_emulated_kernels {
-            $(
-                #[test]
-                fn $test() {
-                    crate::device::portable::emulated_kernels(super::$test);
-                }
-            )*
-        }
-    };
-}
-pub(crate) use with_emulated_kernels;
-
-/// The cases that a test compares: every eighth; with `AITK_CASES=half`, which `.ci/run` sets, half of them; with `AITK_CASES=all` all. In
-/// portable mode, which is slow, half of those. The first is always among them, and halves are drawn with a fixed seed, because neighbours
-/// often differ in one setting.
-pub(crate) fn sampled_cases<T>(cases: Vec<T>) -> Vec<T> {
-    let every = match CaseShare::of_environment() {
-        CaseShare::All => 1,
-        CaseShare::Half => 2,
-        CaseShare::Eighth => 8,
-    };
-    let every = if crate::device::portable::is_portable() {
-        2 * every
-    } else {
-        every
-    };
-    if every >= 8 {
-        return cases.into_iter().step_by(every).collect();
-    }
-    let mut generator = TorchGenerator::manual_seed(11);
-    let mut is_drawn = |index: usize| generator.next_u64().is_multiple_of(every as u64) || index == 0;
-    let cases = cases.into_iter().enumerate();
-    cases
-        .filter_map(|(index, case)| is_drawn(index).then_some(case))
-        .collect()
-}
-
-/// The share of the cases that tests compare.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum CaseShare {
-    Eighth,
-    Half,
-    All,
-}
-
-impl CaseShare {
-    fn of_environment() -> Self {
-        match std::env::var("AITK_CASES").as_deref() {
-            Ok("all") => Self::All,
-            Ok("half") => Self::Half,
-            Ok(other) => panic!("AITK_CASES: expected `all` or `half`, found `{other}`"),
-            Err(_) => Self::Eighth,
-        }
-    }
-}
 
 /// Whether a long test, for example one that trains until its effect is seen, is left out: with `AITK_CASES`, which `.ci/run` sets, it runs.
 pub(crate) fn skips_long_tests() -> bool {
@@ -105,28 +32,6 @@ pub(crate) fn skips_long_tests() -> bool {
 /// Whether tests that are a longer form of a short one run in full.
 pub(crate) fn runs_all_cases() -> bool {
     CaseShare::of_environment() == CaseShare::All
-}
-
-/// Lets this thread compute alone from now on. Tests run side by side on all cores, and what they compute is small: with
-/// threads of their own they would wait for each other most of the time.
-pub(crate) fn compute_on_this_thread() {
-    static CANDLE: Once = Once::new();
-    // candle's own threads wait in a loop that takes a whole core, and without this variable each of its matrix products
-    // reads /proc/cpuinfo.
-    // SAFETY: Rust's functions for the environment exclude each other, and no C code of these tests reads it.
-    #[expect(unsafe_code, reason = "the only way to tell candle")]
-    CANDLE.call_once(|| unsafe { std::env::set_var("RAYON_NUM_THREADS", "1") });
-    if rayon::current_thread_index().is_none() {
-        // It stays until the process ends: this thread belongs to it.
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread();
-        std::mem::forget(pool.build().unwrap());
-    }
-}
-
-/// The folder of fixtures, most of which Python scripts made.
-pub(crate) fn fixtures() -> PathBuf {
-    compute_on_this_thread();
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
 }
 
 /// The tiny Stable Diffusion model with random weights (`tests/reference/tiny_sd.py`).
@@ -287,18 +192,6 @@ pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfi
     copy(prequantised.join(text_encoder), "text_encoder/model.safetensors");
     copy(prequantised.join(unet.0), &format!("unet/{}", unet.1));
     folder
-}
-
-/// The largest absolute value.
-pub(crate) fn largest(t: &Tensor) -> f32 {
-    let flat = t.abs().unwrap().flatten_all().unwrap();
-    flat.max(0).unwrap().to_scalar().unwrap()
-}
-
-/// The largest absolute difference between elements of `a` and `b`.
-pub(crate) fn gap(a: &Tensor, b: &Tensor) -> f32 {
-    assert_eq!(a.dims(), b.dims());
-    largest(&(a - b).unwrap())
 }
 
 /// An attempt of `job` on the CPU with seed 7. Paths are those of its config.

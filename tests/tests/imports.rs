@@ -305,6 +305,7 @@ fn the_number_of_files_in_import_cycles_does_not_grow() {
         "coordinator",
         "coordinator/scheduler",
         "engine",
+        "kernels",
         "proto",
         "tests",
         "worker",

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 /// Rust files to train on: many of one kind, so that a small model learns much of them in two minutes.
 static SOURCES: [(&str, Dir<'_>); 2] = [
-    ("optim", include_dir!("$CARGO_MANIFEST_DIR/../engine/src/optim")),
+    ("optim", include_dir!("$CARGO_MANIFEST_DIR/../kernels/src/optim")),
     ("samplers", include_dir!("$CARGO_MANIFEST_DIR/../engine/src/samplers")),
 ];
 const MODEL_CONFIG: &str = include_str!("code_files/config.json");

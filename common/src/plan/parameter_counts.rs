@@ -129,7 +129,7 @@ impl Count {
         each.fold(Self::default(), Self::add)
     }
 
-    /// Counts one tensor. Names of sibling tensors show how it is quantised (see `engine/src/weights/quantized.rs`).
+    /// Counts one tensor. Names of sibling tensors show how it is quantised (see `kernels/src/weights/quantized.rs`).
     fn of_tensor(name: &str, tensor: &Tensor, all: &BTreeMap<String, Tensor>) -> Self {
         if is_quantization_metadata(name) {
             return Self::default();

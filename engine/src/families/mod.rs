@@ -11,6 +11,9 @@ mod model;
 mod options;
 mod part_files;
 mod part_role;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod quantised_load_tests;
 mod saved;
 mod scheduler_config;
 pub mod sd1;

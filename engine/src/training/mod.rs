@@ -5,7 +5,6 @@
 //! - [`Objective`], [`Ddpm`], [`FlowMatch`]: what the model predicts; draws the timesteps and the noise of a micro-batch
 //!   (`docs/randomness.md`).
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
-//! - [`token_loss`]: the loss of a language model.
 //! - [`slider_loss`]: the loss of a slider.
 //! - [`CachedTextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
@@ -28,7 +27,6 @@ mod random;
 mod slider;
 mod spectrum;
 mod swapped_parameters;
-mod token_loss;
 mod trainer;
 
 pub use cached_text_embeddings::CachedTextEmbeddings;
@@ -47,7 +45,6 @@ pub use pixel_options::PixelOptions;
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};
 pub use swapped_parameters::SwappedParameters;
-pub use token_loss::token_loss;
 pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};
 

@@ -1,4 +1,4 @@
-//! Runs the blocks of a model, with or without gradient checkpointing, as `engine/src/checkpointing`.
+//! Runs the blocks of a model, with or without gradient checkpointing, as `kernels/src/checkpointing`.
 
 use super::meter::Shaped;
 use super::tape::Walk;

@@ -1,4 +1,4 @@
-//! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
+//! The layers of a component and the memory of their weights, as `kernels/src/weights` and `kernels/src/quant` choose it.
 
 use super::layers::{Adapter, AdapterForm, KronSizes, Layer, Unpacking};
 use super::norm::Norm;
@@ -565,7 +565,7 @@ fn kron_sizes(rank: f64, factor: Option<usize>, sizes: LayerSizes) -> KronSizes 
 }
 
 /// Bytes per weight of the indices and of the values before they are scaled, while candle's operations dequantise a weight
-/// (`dequantize_with_candle` in `engine/src/quant`). GGUF blocks have kernels of their own.
+/// (`dequantize_with_candle` in `kernels/src/quant`). GGUF blocks have kernels of their own.
 fn unpacking_bytes(qtype: QType) -> f64 {
     match qtype {
         QType::Float8 | QType::Int8 => 8.0,

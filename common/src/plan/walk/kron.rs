@@ -1,4 +1,4 @@
-//! A layer with a LoKr, as `engine/src/nn/kron.rs`: the layer, the Kronecker product as an operation of its own, and their sum.
+//! A layer with a LoKr, as `kernels/src/nn/kron.rs`: the layer, the Kronecker product as an operation of its own, and their sum.
 
 use super::layers::{KronSizes, Layer};
 use super::meter::Shaped;

@@ -1,4 +1,4 @@
-//! Layers and operations, as `engine/src/nn`: what each allocates, and what it keeps for its backward pass.
+//! Layers and operations, as `kernels/src/nn`: what each allocates, and what it keeps for its backward pass.
 
 use super::meter::Shaped;
 use super::norm::Norm;

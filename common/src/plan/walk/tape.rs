@@ -1,4 +1,4 @@
-//! The tape of a forward pass and its backward pass, as `engine/src/autograd`.
+//! The tape of a forward pass and its backward pass, as `kernels/src/autograd`.
 
 use super::meter::{Meter, Shaped};
 use std::cell::RefCell;

@@ -4,6 +4,7 @@
 use super::config::CausalLmConfig;
 use super::model::CausalLm;
 use crate::testing::fixtures;
+pub(crate) use crate::testing::formula;
 use crate::weights::{Weights, write_tensors};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -14,31 +15,6 @@ use std::path::Path;
 pub(crate) fn expected() -> Value {
     let path = fixtures().join("decoder.json");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
-}
-
-/// FNV-1a of a name.
-fn hash(name: &str) -> u64 {
-    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
-}
-
-/// The output of splitmix64 for this state.
-fn mix(state: u64) -> u64 {
-    let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// Numbers from -scale to scale that depend on the name and their index.
-pub(crate) fn formula(name: &str, count: usize, scale: f32) -> Vec<f32> {
-    let seed = hash(name);
-    (1..=count as u64)
-        .map(|index| {
-            let bits = mix(seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15))) >> 40;
-            (bits as f32 / (1u32 << 23) as f32 - 1.0) * scale
-        })
-        .collect()
 }
 
 /// The scale of the numbers of a tensor, and what is added to them.

@@ -7,7 +7,7 @@ use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
 use crate::models::config;
 use crate::nn::cat_channels;
-use crate::nn::reference_tests::{Reference, close};
+use crate::testing::{Reference, close};
 use crate::testing::{fixtures, gap, largest};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Result, Tensor, Var, safetensors};

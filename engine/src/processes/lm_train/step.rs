@@ -6,7 +6,7 @@ use super::step_metrics::StepMetrics;
 use crate::data::tokens::TokenBatch;
 use crate::error::Result;
 use crate::models::causal_lm::{AttentionMask, CausalLm};
-use crate::training::token_loss;
+use crate::nn::token_loss;
 use candle_core::{DType, Tensor};
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Activations, as `engine/src/nn/activation`: in float32 whatever the dtype of the input.
+//! Activations, as `kernels/src/nn/activation`: in float32 whatever the dtype of the input.
 
 use super::super::meter::Shaped;
 use super::super::tape::Walk;

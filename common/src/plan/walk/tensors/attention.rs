@@ -1,4 +1,4 @@
-//! Attention, as `engine/src/nn/attention/tensors.rs`: a chunk of queries at a time.
+//! Attention, as `kernels/src/nn/attention/tensors.rs`: a chunk of queries at a time.
 
 use super::super::meter::Shaped;
 use super::super::tape::Walk;

@@ -1,4 +1,4 @@
-//! Convolutions and their gradients, as `engine/src/nn/conv2d/tensors.rs`.
+//! Convolutions and their gradients, as `kernels/src/nn/conv2d/tensors.rs`.
 
 use super::super::meter::Shaped;
 use super::super::tape::Walk;
@@ -49,7 +49,7 @@ impl ConvSizes {
     }
 }
 
-/// The most bytes of the matrix of inputs (`COLUMN_BYTES` in `engine/src/cuda_kernels/convolution.rs`).
+/// The most bytes of the matrix of inputs (`COLUMN_BYTES` in `kernels/src/cuda_kernels/convolution.rs`).
 const COLUMN_BYTES: f64 = 67_108_864.0;
 
 /// What a convolution allocates, in elements.
@@ -143,7 +143,7 @@ impl Walk {
         self.convolved_best(&s.convolution(), is_wide)
     }
 
-    /// A convolution whose inputs candle does not track (`convolve` in `engine/src/nn/tensors.rs`).
+    /// A convolution whose inputs candle does not track (`convolve` in `kernels/src/nn/tensors.rs`).
     fn convolved_best(&self, c: &Convolution, is_wide: bool) -> Shaped {
         match self.backend.has_cuda_kernels() {
             true => self.convolved_in_parts(c, is_wide),

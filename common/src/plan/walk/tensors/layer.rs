@@ -1,5 +1,5 @@
-//! Linear layers and convolutions with their adapters, as the `tensors.rs` and `low_rank.rs` of `engine/src/nn/linear` and
-//! `engine/src/nn/conv2d`. Adapters are float32 whatever the compute dtype.
+//! Linear layers and convolutions with their adapters, as the `tensors.rs` and `low_rank.rs` of `kernels/src/nn/linear` and
+//! `kernels/src/nn/conv2d`. Adapters are float32 whatever the compute dtype.
 
 use super::super::layers::{Adapter, Layer, Product, Unpacking};
 use super::super::meter::Shaped;

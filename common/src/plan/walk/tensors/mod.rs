@@ -1,4 +1,4 @@
-//! Operations composed of candle's, as the `tensors.rs` files of `engine/src/nn`: what CUDA, Metal and portable mode run.
+//! Operations composed of candle's, as the `tensors.rs` files of `kernels/src/nn`: what CUDA, Metal and portable mode run.
 //!
 //! Every local variable of the engine's functions that holds a tensor is one here, and is dropped at the same place.
 

@@ -1,4 +1,4 @@
-//! Norms, as `engine/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
+//! Norms, as `kernels/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
 
 use super::super::meter::Shaped;
 use super::super::norm::Norm;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct NormParams {
     /// [channels]: always a tensor.
-    pub(crate) weight: Weight,
+    pub weight: Weight,
     /// [channels]; zeros if the norm has none.
     pub(crate) bias: Tensor,
     /// Whether the weight is one of the model's tensors.
@@ -17,7 +17,7 @@ pub struct NormParams {
     /// Whether the bias is one of the model's tensors.
     pub(super) has_bias: bool,
     /// What changes them.
-    pub(crate) adapters: Vec<Arc<dyn NormAdapter>>,
+    pub adapters: Vec<Arc<dyn NormAdapter>>,
 }
 
 impl NormParams {

@@ -5,8 +5,8 @@
 //! (P. Hsu and others, arXiv:2410.10989); on other devices the backward pass computes the logits again. torch:
 //! `cross_entropy(hidden @ weight.T, targets)`.
 
+use super::cpu::{self, Function, Mat, MatMut, Simd, map_serial};
 use crate::autograd::{Input, Operation, apply};
-use crate::nn::cpu::{self, Function, Mat, MatMut, Simd, map_serial};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
@@ -350,8 +350,7 @@ fn indices(positions: &[u32], targets: &[u32], device: &Device) -> Result<(Tenso
 mod tests {
     use super::token_loss;
     use crate::autograd::gradients;
-    use crate::models::causal_lm::formula_weights::formula;
-    use crate::testing::{fixtures, gap, in_portable_mode, largest};
+    use crate::testing::{fixtures, formula, gap, in_portable_mode, largest};
     use candle_core::{DType, Device, Tensor, Var};
     use serde_json::Value;
 

@@ -77,7 +77,7 @@ pub trait VisitLayers {
 }
 
 /// Joins a path and a name with a dot; only the name if the path is empty.
-pub(crate) fn join(path: &str, name: &str) -> String {
+pub fn join(path: &str, name: &str) -> String {
     if path.is_empty() {
         name.to_owned()
     } else {

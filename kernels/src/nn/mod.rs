@@ -23,7 +23,7 @@ mod norm;
 #[cfg(test)]
 mod portable_tests;
 #[cfg(test)]
-pub(crate) mod reference_tests;
+mod reference_tests;
 mod resize;
 mod rotary;
 mod scale_channels;
@@ -32,6 +32,7 @@ mod sum;
 mod tensors;
 #[cfg(test)]
 mod tests;
+mod token_loss;
 mod transpose;
 mod visit_layers;
 
@@ -45,7 +46,7 @@ pub use embedding::Embedding;
 pub use forward_layer::forward_layer;
 pub use hadamard::hadamard_of_products;
 pub use kron::kron;
-pub(crate) use linear::linear_with_weight;
+pub use linear::linear_with_weight;
 pub use linear::{Linear, linear};
 pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, NormParams, RmsNorm};
@@ -54,7 +55,8 @@ pub use rotary::{Rotary, RotaryPairs};
 pub use scale_channels::scale_channels;
 pub use sinusoids::sinusoids;
 pub use sum::{add, add_channels, cat_channels};
-pub(crate) use tensors::matmul;
+pub use tensors::matmul;
+pub use token_loss::token_loss;
 pub use transpose::{to_image, to_tokens};
-pub(crate) use visit_layers::join;
+pub use visit_layers::join;
 pub use visit_layers::{LayerMut, VisitLayers};

@@ -1,11 +1,9 @@
 use super::*;
 use crate::autograd::record;
-use crate::families::LoadOptions;
-use crate::families::stable_diffusion::SdModel;
-use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerMut, Linear, LowRank, VisitLayers, conv2d, linear};
+use crate::nn::{BaseLayer, Conv2d, LayerAdapter, Linear, LowRank, conv2d, linear};
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, load_sd, tiny_sd};
-use crate::weights::{QuantizationConfig, Weight};
+use crate::testing::fixtures;
+use crate::weights::Weight;
 use candle_core::Var;
 use std::collections::BTreeMap;
 
@@ -225,59 +223,7 @@ fn shapes_that_a_format_does_not_support_are_not_quantised() {
     assert_eq!(quantized.dequantize().unwrap().dtype(), DType::BF16);
 }
 
-/// The names of the layers that are not quantised, and the bytes of all layers.
-fn plain_layers_and_bytes(model: &mut SdModel) -> (Vec<String>, usize) {
-    let (mut plain, mut bytes) = (Vec::new(), 0);
-    let mut visit = |name: &str, layer: LayerMut<'_>| {
-        let weight = match layer {
-            LayerMut::Linear(layer) => &layer.weight,
-            LayerMut::Conv2d(layer) => &layer.weight,
-            LayerMut::Norm(norm) => &norm.weight,
-        };
-        bytes += weight.bytes();
-        if matches!(weight, Weight::Plain(_)) {
-            plain.push(name.to_owned());
-        }
-        Ok(())
-    };
-    model.unet.visit_layers(&mut visit).unwrap();
-    (plain, bytes)
-}
-
-#[test]
-fn a_model_is_quantised_on_load_except_for_excluded_layers() {
-    let options = LoadOptions {
-        denoiser_quantization: Some(QuantizationConfig {
-            qtype: QType::Int8,
-            exclude: vec!["*.attn1.to_q".into()],
-            adapted: None,
-        }),
-        ..LoadOptions::cpu()
-    };
-    let mut quantized = load_sd(fixtures().join("tiny_sd"), &options).unwrap();
-    let mut dense = tiny_sd();
-    let (plain, bytes) = plain_layers_and_bytes(&mut quantized);
-    let (_, before) = plain_layers_and_bytes(&mut dense);
-    assert!(plain.iter().any(|name| name == "conv_in") && plain.iter().any(|name| name == "conv_out"));
-    assert!(plain.iter().any(|name| name.ends_with(".attn1.to_q")), "{plain:?}");
-    let excluded = |name: &str| name.starts_with("time_embedding.") || name.ends_with(".attn1.to_q");
-    assert!(
-        plain.iter().all(|name| name.starts_with("conv_") || excluded(name)),
-        "{plain:?}"
-    );
-    assert!(bytes * 2 < before, "{bytes} of {before}");
-    let config = dense.unet.config();
-    let (height, width) = config.sample_extent();
-    let x = randn(9, &[1, config.in_channels, height, width], 1.0);
-    let context = randn(10, &[1, 7, config.context_width().unwrap()], 1.0);
-    let step = Tensor::new(&[500f32], &Device::Cpu).unwrap();
-    let expected = dense.unet.forward(&x, &step, &context).unwrap();
-    let error = relative_error(&quantized.unet.forward(&x, &step, &context).unwrap(), &expected);
-    assert!(error > 0.0 && error < 0.05, "{error}");
-}
-
 crate::testing::in_portable_mode! {
     dequantised_weights_match_the_reference_libraries,
     a_quantised_layer_matches_the_dequantised_layer_forward_and_backward,
-    a_model_is_quantised_on_load_except_for_excluded_layers,
 }

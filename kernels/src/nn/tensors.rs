@@ -29,7 +29,7 @@ fn lacks_half_products(x: &Tensor) -> bool {
 ///
 /// # Errors
 /// When the shapes or dtypes do not match.
-pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if lacks_half_products(a) {
         return widen(a)?.matmul(&widen(b)?)?.to_dtype(a.dtype());
     }

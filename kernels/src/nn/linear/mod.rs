@@ -120,7 +120,11 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core
     linear_with_weight(x, &Weight::Plain(weight.clone()), bias)
 }
 
-pub(crate) fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+/// As [`linear`], with a weight that may be quantised.
+///
+/// # Errors
+/// When the shapes do not match, or a quantised weight cannot be read.
+pub fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     let &[outputs, inputs] = weight.dims() else {
         candle_core::bail!("linear: expected a weight of two dimensions, found {:?}", weight.dims());
     };

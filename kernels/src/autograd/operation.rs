@@ -9,7 +9,7 @@ use std::collections::HashSet;
 /// A differentiable operation on `N` contiguous tensors, in two forms: [`forward`](Self::forward) and
 /// [`backward`](Self::backward) work on slices, for f32 on the CPU; [`forward_tensors`](Self::forward_tensors) and
 /// [`backward_tensors`](Self::backward_tensors) work on tensors of any device and dtype.
-pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
+pub trait Operation<const N: usize>: Send + Sync + 'static {
     /// The name in error messages.
     const NAME: &'static str;
 
@@ -51,7 +51,7 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
 
 /// An input of an operation in the backward pass.
 #[derive(Debug)]
-pub(crate) struct Input {
+pub struct Input {
     elements: Option<Tensor>,
     shape: Shape,
     dtype: DType,
@@ -98,7 +98,7 @@ impl Input {
 ///
 /// # Errors
 /// When the shapes do not match.
-pub(crate) fn apply<'a, const N: usize, O: Operation<N>>(inputs: [&'a Tensor; N], operation: O) -> Result<Tensor>
+pub fn apply<'a, const N: usize, O: Operation<N>>(inputs: [&'a Tensor; N], operation: O) -> Result<Tensor>
 where
     [&'a Tensor; N]: CandleGraph<N>,
 {
@@ -174,7 +174,7 @@ fn save_inputs<const N: usize, O: Operation<N>>(
 }
 
 /// Numbers of inputs that candle's custom operations take.
-pub(crate) trait CandleGraph<const N: usize> {
+pub trait CandleGraph<const N: usize> {
     /// Applies the operation as a node of candle's graph.
     fn apply_in_graph<O: Operation<N>>(self, operation: O) -> Result<Tensor>;
 }

@@ -23,7 +23,7 @@ mod weight;
 mod write;
 
 pub use entry::{RowOrder, View};
-pub(crate) use gguf_write::type_name as gguf_type_name;
+pub use gguf_write::type_name as gguf_type_name;
 pub use gguf_write::{GgufLayout, GgufValue};
 pub use index::Index;
 pub use init::Init;
@@ -523,7 +523,7 @@ impl Weights {
     }
 
     /// An error about the config that these weights belong to.
-    pub(crate) fn config_error(&self, message: String) -> EngineError {
+    pub fn config_error(&self, message: String) -> EngineError {
         let prefix = if self.prefix.is_empty() {
             String::new()
         } else {

@@ -30,8 +30,8 @@ mod slices;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub(crate) use operation::{Input, Operation, apply};
-pub(crate) use pass::PassKey;
+pub use operation::{Input, Operation, apply};
+pub use pass::PassKey;
 pub(crate) use slices::{is_cpu_f32, with_slice};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Tensor, TensorId, Var};

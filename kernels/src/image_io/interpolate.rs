@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 ///
 /// # Errors
 /// When the device fails.
-pub(crate) fn interpolate_bilinear(pixels: &Tensor, height: usize, width: usize) -> Result<Tensor> {
+pub fn interpolate_bilinear(pixels: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     let (channels, old_height, old_width) = pixels.dims3()?;
     let values = pixels.flatten_all()?.to_vec1::<f32>()?;
     let (rows, columns) = (taps(old_height, height), taps(old_width, width));

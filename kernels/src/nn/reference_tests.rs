@@ -2,52 +2,8 @@
 //! kernels in f32, and of candle's operations, which GPUs use, in f64 and, in portable mode, in f32.
 
 use super::*;
-use crate::autograd::gradients;
-use crate::testing::{fixtures, gap, in_portable_mode, largest};
-use candle_core::{DType, Device, Result, Tensor, Var};
-use std::collections::HashMap;
-
-/// The inputs, results and gradients that PyTorch computed.
-pub(crate) struct Reference(HashMap<String, Tensor>);
-
-impl Reference {
-    pub(crate) fn open() -> Self {
-        Self(candle_core::safetensors::load(fixtures().join("models/ops.safetensors"), &Device::Cpu).unwrap())
-    }
-
-    pub(crate) fn get(&self, case: &str, name: &str, dtype: DType) -> Tensor {
-        let tensor = self.0.get(&format!("{case}/{name}"));
-        tensor
-            .unwrap_or_else(|| panic!("no {case}/{name}"))
-            .to_dtype(dtype)
-            .unwrap()
-    }
-
-    /// Compares the result of `f` and the gradients of its inputs, in f32 and f64.
-    pub(crate) fn check(&self, case: &str, inputs: &[&str], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
-        for dtype in [DType::F32, DType::F64] {
-            let vars = inputs.iter().map(|name| self.get(case, name, dtype));
-            let vars: Vec<Var> = vars.map(|x| Var::from_tensor(&x).unwrap()).collect();
-            let tracked: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-            close(&f(&tracked).unwrap(), &self.get(case, "y", dtype), case);
-            let probe = self.get(case, "probe", dtype);
-            let (_, found) = gradients(|| (f(&tracked)? * &probe)?.sum_all()).unwrap();
-            for (name, var) in inputs.iter().zip(&vars) {
-                let gradient = found
-                    .get(var)
-                    .unwrap_or_else(|| panic!("{case}: no gradient of {name}"));
-                let expected = self.get(case, &format!("d.{name}"), dtype);
-                close(gradient, &expected, &format!("{case}: gradient of {name} in {dtype:?}"));
-            }
-        }
-    }
-}
-
-pub(crate) fn close(ours: &Tensor, expected: &Tensor, what: &str) {
-    let [ours, expected] = [ours, expected].map(|t| t.to_dtype(DType::F32).unwrap());
-    let error = gap(&ours, &expected) / largest(&expected).max(1e-3);
-    assert!(error < 2e-5, "{what}: relative error {error}");
-}
+use crate::testing::{Reference, in_portable_mode, largest};
+use candle_core::{DType, Device, Tensor};
 
 #[test]
 fn norms_and_modulation_match_pytorch() {

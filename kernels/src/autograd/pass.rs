@@ -18,24 +18,24 @@ thread_local! {
 
 /// Names one value. Each key is another one.
 #[derive(Debug)]
-pub(crate) struct PassKey(u64);
+pub struct PassKey(u64);
 
 impl PassKey {
     /// A new key.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Runs `f` with this value, on this thread. Calls may be nested.
-    pub(crate) fn with<T: Send + Sync + 'static, R>(&self, value: T, f: impl FnOnce() -> R) -> R {
+    pub fn with<T: Send + Sync + 'static, R>(&self, value: T, f: impl FnOnce() -> R) -> R {
         let mut values = PassValues::current().0;
         Arc::make_mut(&mut values).insert(self.0, Arc::new(value));
         PassValues(values).run(f)
     }
 
     /// The value of the current pass; `None` outside [`PassKey::with`].
-    pub(crate) fn get<T: Send + Sync + 'static>(&self) -> Option<Arc<T>> {
+    pub fn get<T: Send + Sync + 'static>(&self) -> Option<Arc<T>> {
         let value = VALUES.with_borrow(|values| values.get(&self.0).cloned())?;
         value.downcast().ok()
     }

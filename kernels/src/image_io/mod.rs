@@ -7,8 +7,8 @@ mod resize;
 mod truncated;
 
 pub use encode::{Format, encode, save};
-pub(crate) use encode::{from_fs_error, write};
-pub(crate) use interpolate::interpolate_bilinear;
+pub use encode::{from_fs_error, write};
+pub use interpolate::interpolate_bilinear;
 pub use resize::{Filter, resize};
 pub use truncated::is_cut_off;
 

@@ -96,7 +96,7 @@ impl Index {
     }
 
     /// The dtype of a tensor that is stored in floats of 16 bits or more.
-    pub(crate) fn float_dtype(&self, name: &str) -> Option<DType> {
+    pub fn float_dtype(&self, name: &str) -> Option<DType> {
         match self.entries.get(name)?.storage {
             StorageType::Floats(FloatFormat::F32) => Some(DType::F32),
             StorageType::Floats(FloatFormat::F16) => Some(DType::F16),
@@ -273,7 +273,7 @@ impl Index {
     ///
     /// # Errors
     /// When one is not: the error names it and its type.
-    pub(crate) fn check_types(&self) -> Result<()> {
+    pub fn check_types(&self) -> Result<()> {
         let unknown = |entry: &&Entry| matches!(entry.storage, StorageType::Unsupported(_));
         match self.entries.values().find(unknown) {
             None => Ok(()),
@@ -286,7 +286,7 @@ impl Index {
     ///
     /// # Errors
     /// When one does. The error names it.
-    pub(crate) fn check_scales(&self) -> Result<()> {
+    pub fn check_scales(&self) -> Result<()> {
         let lacking = quantized::lacking_scale(&self.files, &self.entries);
         let Some((entry, evidence)) = lacking else {
             return Ok(());
@@ -304,7 +304,7 @@ impl Index {
     }
 
     /// Checks that a tensor of this name and shape exists.
-    pub(crate) fn check_shape(&self, name: &str, shape: &Shape) -> Result<()> {
+    pub fn check_shape(&self, name: &str, shape: &Shape) -> Result<()> {
         let found = self.shape(name).ok_or_else(|| self.missing_error(name))?;
         if found != shape.dims() {
             return Err(EngineError::ShapeMismatch {
@@ -319,7 +319,7 @@ impl Index {
 
     /// The same names and shapes without files: every tensor reads as a broadcast zero. A model can be built from it to
     /// check names and shapes without reading any data.
-    pub(crate) fn shapes_only(&self) -> Self {
+    pub fn shapes_only(&self) -> Self {
         let shapes = self.tensors().map(|(name, shape)| (name.to_owned(), shape.to_vec()));
         Self {
             path: self.path.clone(),
@@ -328,7 +328,7 @@ impl Index {
     }
 
     /// An index of names and shapes without files, as from [`Self::shapes_only`].
-    pub(crate) fn from_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
+    pub fn from_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
         let entry = |name: &String, shape| Entry {
             location: TensorLocation {
                 file: 0,
@@ -349,7 +349,9 @@ impl Index {
         }
     }
 
-    pub(crate) fn missing_error(&self, name: &str) -> EngineError {
+    /// The error for a tensor that the files lack, with the name among them that is most like it.
+    #[must_use]
+    pub fn missing_error(&self, name: &str) -> EngineError {
         let similarity = |other: &str| {
             let front = name.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
             let back = name

@@ -123,7 +123,7 @@ fn type_number(dtype: GgmlDType) -> Result<u32> {
 }
 
 /// The name of a type that is written, as configs have it.
-pub(crate) fn type_name(dtype: GgmlDType) -> &'static str {
+pub fn type_name(dtype: GgmlDType) -> &'static str {
     match dtype {
         GgmlDType::F32 => "f32",
         GgmlDType::F16 => "f16",

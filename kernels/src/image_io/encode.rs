@@ -67,12 +67,12 @@ pub fn save(image: &RgbImage, path: &Path, texts: &[(&str, &str)]) -> Result<()>
 }
 
 /// Writes a file atomically.
-pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     fsutil::write_atomic(path, |file| file.write_all(bytes)).map_err(from_fs_error)
 }
 
 /// Converts a file error of aitk-common to the engine's.
-pub(crate) fn from_fs_error(error: FsError) -> EngineError {
+pub fn from_fs_error(error: FsError) -> EngineError {
     let path = error.path().to_path_buf();
     if error.is_disk_full() {
         return EngineError::DiskFull { path };
