@@ -10,6 +10,7 @@ mod sd;
 mod sd3;
 mod text_models;
 
+use crate::adapters::{Dora, Loha, Lokr, Lora};
 use crate::device::Compute;
 use crate::device::allocator::FreedMemory;
 use crate::error::Result;
@@ -29,7 +30,7 @@ pub struct Benchmark {
     pub name: &'static str,
     /// A description for people.
     pub about: &'static str,
-    /// Floating-point operations of one run; 0 if it is limited by memory bandwidth.
+    /// Floating-point operations of one run; 0 if it is limited by memory bandwidth, or PyTorch cannot count them.
     pub flops: u64,
     /// Creates weights and inputs and returns the run.
     make: fn(&Compute) -> Result<Iteration>,
@@ -70,13 +71,42 @@ pub const BENCHMARKS: &[Benchmark] = &[
         "unet_sd15_lora_step_64",
         "training step, LoRA of rank 16 on every linear layer and 1 x 1 convolution, 512 x 512",
         1_757_914_564_608,
-        |c| sd::lora_step(c, &sd1::VARIANT, 64, false),
+        |c| sd::adapter_step(c, &sd1::VARIANT, &Lora, 64, false),
     ),
     benchmark(
         "unet_sd15_lora_step_64_recomputed",
         "the same training step with gradient checkpointing",
         2_432_043_569_152,
-        |c| sd::lora_step(c, &sd1::VARIANT, 64, true),
+        |c| sd::adapter_step(c, &sd1::VARIANT, &Lora, 64, true),
+    ),
+    benchmark(
+        "unet_sd15_dora_step_64",
+        "the same training step with a DoRA of rank 16",
+        1_779_025_414_144,
+        |c| sd::adapter_step(c, &sd1::VARIANT, &Dora, 64, false),
+    ),
+    benchmark(
+        "unet_sd15_loha_step_64",
+        "the same training step with a LoHa of rank 16",
+        0,
+        |c| sd::adapter_step(c, &sd1::VARIANT, &Loha, 64, false),
+    ),
+    benchmark(
+        "unet_sd15_lokr_step_64",
+        "the same training step with a LoKr, its factors as square as possible, rank 16",
+        0,
+        |c| {
+            sd::adapter_step(
+                c,
+                &sd1::VARIANT,
+                &Lokr {
+                    factor: None,
+                    old_names: false,
+                },
+                64,
+                false,
+            )
+        },
     ),
     benchmark(
         "unet_sd15_full_gradients_32",
@@ -106,7 +136,7 @@ pub const BENCHMARKS: &[Benchmark] = &[
         "unet_sdxl_lora_step_64_recomputed",
         "SDXL training step, LoRA of rank 16, gradient checkpointing, 512 x 512",
         4_720_519_573_504,
-        |c| sd::lora_step(c, &sdxl::VARIANT, 64, true),
+        |c| sd::adapter_step(c, &sdxl::VARIANT, &Lora, 64, true),
     ),
     benchmark(
         "sdxl_block_forward",

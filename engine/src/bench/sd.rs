@@ -1,7 +1,7 @@
 //! Benchmarks of Stable Diffusion at full size.
 
 use super::operations::{Iteration, forward_and_backward, normal, normal_f32};
-use crate::adapters::{AdapterConfig, AdapterNetwork};
+use crate::adapters::{AdapterConfig, AdapterNetwork, AdapterType};
 use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
 use crate::device::Compute;
@@ -81,9 +81,11 @@ pub(super) fn unet_forward(compute: &Compute, variant: &'static Variant, side: u
     }))
 }
 
-pub(super) fn lora_step(
+/// A training step of an adapter with rank 16 on every linear layer and 1x1 convolution.
+pub(super) fn adapter_step(
     compute: &Compute,
     variant: &'static Variant,
+    adapter: &dyn AdapterType,
     side: usize,
     checkpointed: bool,
 ) -> Result<Iteration> {
@@ -91,15 +93,17 @@ pub(super) fn lora_step(
     if checkpointed {
         unet.checkpointing = Checkpointing::Segments { blocks: 1 };
     }
-    let lora = AdapterConfig {
+    let config = AdapterConfig {
         rank: 16,
         alpha: 16.0,
         conv_rank: None,
         conv_alpha: 1.0,
         ..AdapterConfig::default()
     };
-    let network = AdapterNetwork::attach(
-        &lora,
+    let network = AdapterNetwork::attach_as(
+        adapter,
+        &config,
+        None,
         &mut [Part {
             id: "unet",
             role: PartRole::Denoiser,
