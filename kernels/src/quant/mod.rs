@@ -73,6 +73,23 @@ impl std::fmt::Debug for Quantized {
     }
 }
 
+/// The tensor, copied if it shares its storage with others: candle quantises all numbers of the storage from its start, also where the
+/// tensor is a view of a part of it.
+pub(crate) fn with_own_storage(tensor: &Tensor) -> candle_core::Result<Tensor> {
+    let is_whole = {
+        let (storage, layout) = tensor.storage_and_layout();
+        let stored = match &*storage {
+            Storage::Cpu(storage) => storage.as_slice::<f32>().ok().map(<[f32]>::len),
+            _ => None,
+        };
+        layout.is_contiguous() && stored == Some(tensor.elem_count())
+    };
+    match is_whole {
+        true => Ok(tensor.clone()),
+        false => tensor.force_contiguous(),
+    }
+}
+
 impl Quantized {
     /// Quantises a weight. `None` if the format does not support its shape (GGUF needs rows of a multiple of 32).
     ///
@@ -98,7 +115,7 @@ impl Quantized {
                 if !inputs.is_multiple_of(kind.block_size()) {
                     return Ok(None);
                 }
-                let rows = plain.reshape((outputs, inputs))?.contiguous()?;
+                let rows = with_own_storage(&plain.reshape((outputs, inputs))?)?;
                 Data::Gguf(QTensor::quantize_onto(&rows, kind, &device)?)
             }
             Some(code) => {

@@ -223,6 +223,23 @@ fn shapes_that_a_format_does_not_support_are_not_quantised() {
     assert_eq!(quantized.dequantize().unwrap().dtype(), DType::BF16);
 }
 
+/// Query, key and value in one tensor of a file are read as views of it.
+#[test]
+fn a_part_of_a_tensor_is_quantised_as_a_tensor_of_its_own() {
+    let whole = randn(12, &[48, 256], 1.0);
+    for qtype in ALL {
+        for start in [0, 16, 32] {
+            let part = whole.narrow(0, start, 16).unwrap();
+            let own = part.force_contiguous().unwrap();
+            let [found, expected] = [part, own].map(|weight| {
+                let quantised = Quantized::quantize(&weight, qtype).unwrap().unwrap();
+                flat(&quantised.dequantize().unwrap())
+            });
+            assert_eq!(found, expected, "{qtype} from row {start}");
+        }
+    }
+}
+
 crate::testing::in_portable_mode! {
     dequantised_weights_match_the_reference_libraries,
     a_quantised_layer_matches_the_dequantised_layer_forward_and_backward,

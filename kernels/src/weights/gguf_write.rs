@@ -1,14 +1,15 @@
 //! Writes GGUF files, one tensor at a time (ggml's `docs/gguf.md`, version 3, little-endian).
 
 use crate::error::{EngineError, Result};
+use crate::quant::with_own_storage;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use std::io::{self, Write};
 
 /// Data begin at multiples of this.
 const ALIGNMENT: usize = 32;
-/// Numbers that are converted at a time, in whole rows.
-const CHUNK_LEN: usize = 16 << 20;
+/// Numbers that are converted at a time, in whole rows. Few in tests, so that small tensors have several parts.
+const CHUNK_LEN: usize = if cfg!(test) { 512 } else { 16 << 20 };
 
 /// A value of the metadata.
 #[derive(Clone, Debug, PartialEq)]
@@ -225,7 +226,7 @@ fn encoded(name: &str, dtype: GgmlDType, rows: &Tensor) -> Result<Vec<u8>> {
         }
         block => {
             numbers.iter().try_for_each(|number| check(*number, *number))?;
-            let bytes = QTensor::quantize(rows, block)?.data()?.into_owned();
+            let bytes = QTensor::quantize(&with_own_storage(rows)?, block)?.data()?.into_owned();
             // The scales of a block are half floats.
             let scales: &[usize] = match block {
                 GgmlDType::Q8_0 => &[0],
