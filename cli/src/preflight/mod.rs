@@ -12,6 +12,8 @@ mod output;
 mod report;
 #[cfg(feature = "embedded")]
 mod settings;
+#[cfg(feature = "embedded")]
+mod sizes;
 mod text;
 
 pub use models::ModelReport;

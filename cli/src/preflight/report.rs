@@ -5,6 +5,8 @@ use super::dataset::dataset_problem;
 use super::models::{self, ModelReport};
 use super::output;
 #[cfg(feature = "embedded")]
+use super::sizes;
+#[cfg(feature = "embedded")]
 use crate::context::env;
 use crate::output::format::size;
 #[cfg(feature = "embedded")]
@@ -36,7 +38,8 @@ pub struct Report {
     pub warnings: Vec<String>,
     /// What was found about each model.
     pub models: Vec<ModelReport>,
-    /// Errors about files of prompts, control images and inputs of extensions that do not exist or cannot be read.
+    /// Errors about files of prompts, control images and inputs of extensions that do not exist or cannot be read, about settings that do not
+    /// fit the model, and about images that are too large for it.
     pub missing: Vec<String>,
     /// One report for each training process.
     pub trainings: Vec<ProcessReport>,
@@ -55,7 +58,7 @@ pub struct Report {
     /// Why the coordinator would refuse the job.
     #[serde(rename = "refused")]
     pub coordinator_refusal: Option<String>,
-    /// The largest image of each process whose prompts are in a file.
+    /// The largest image of each process whose prompts are in a file, and of each that changes images.
     #[serde(skip)]
     largest_images: Vec<ImageBatch>,
     /// What was not checked, with the reason.
@@ -92,11 +95,16 @@ impl ProcessReport {
 }
 
 /// Reads the data sets and files of prompts of a job that are on this machine. Returns the largest batches of its trainings, and the largest
-/// images of its files.
+/// images of its files and of those that it changes.
 pub(super) async fn image_batches(loaded: &LoadedJob, directory: &Path) -> Vec<ImageBatch> {
     let trainings = trainings(loaded, None, directory).await;
-    let batches = trainings.iter().flat_map(ProcessReport::image_batches);
-    batches.chain(largest_images(&loaded.spec, directory)).collect()
+    let mut batches: Vec<ImageBatch> = trainings.iter().flat_map(ProcessReport::image_batches).collect();
+    batches.extend(largest_images(&loaded.spec, directory));
+    #[cfg(feature = "embedded")]
+    batches.extend(sizes::changed_batches(
+        &sizes::changed_sizes(&loaded.spec, directory).await,
+    ));
+    batches
 }
 
 impl Report {
@@ -125,6 +133,13 @@ impl Report {
             .extend(super::settings::settings_problems(spec, directory).await);
         let counts = crate::submission_data::parameter_counts(loaded, directory);
         report.trainings = trainings(loaded, counts, directory).await;
+        #[cfg(feature = "embedded")]
+        {
+            let changed = sizes::changed_sizes(spec, directory).await;
+            report.largest_images.extend(sizes::changed_batches(&changed));
+            let too_large = sizes::size_problems(spec, directory, &report.trainings, &changed).await;
+            report.missing.extend(too_large);
+        }
         #[cfg(not(feature = "embedded"))]
         if !report.trainings.is_empty() {
             let why = "the data sets: this aitk was built as a small client, without the engine that reads them";
@@ -154,7 +169,8 @@ impl Report {
             .filter_map(|training| Some((training.process, training.disk_bytes?)))
     }
 
-    /// Returns the largest batches of the trainings whose data sets could be read, and the largest images of files of prompts.
+    /// Returns the largest batches of the trainings whose data sets could be read, and the largest images of files of prompts and of
+    /// processes that change images.
     #[must_use]
     pub fn image_batches(&self) -> Vec<ImageBatch> {
         let batches = self.trainings.iter().flat_map(ProcessReport::image_batches);
@@ -204,7 +220,7 @@ fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<
 
 /// Prefixes a problem with the file, line and key of the input of this process that it names, if it names one.
 #[cfg(feature = "embedded")]
-fn at_input(spec: &JobSpec, process: usize, directory: &Path, problem: &str) -> String {
+pub(super) fn at_input(spec: &JobSpec, process: usize, directory: &Path, problem: &str) -> String {
     let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
     let is_of_process = |input: &Input| input.key.starts_with(&format!("config.process[{process}]."));
     match spec.input_named_in(problem, local).filter(is_of_process) {

@@ -61,7 +61,7 @@ fn language_model_problem(spec: &JobSpec, index: usize, directory: &Path) -> Opt
 
 /// An error of a process as a finding. Errors of a key begin with it.
 fn finding(spec: &JobSpec, index: usize, message: String) -> String {
-    let is_key = |text: &&str| text.chars().all(|c| c.is_ascii_alphanumeric() || "._".contains(c));
+    let is_key = |text: &&str| text.chars().all(|c| c.is_ascii_alphanumeric() || "._[]".contains(c));
     let (key, message) = match message.split_once(": ").filter(|(key, _)| is_key(key)) {
         Some((key, rest)) => (format!("config.process[{index}].{key}"), rest.to_owned()),
         None => (format!("config.process[{index}]"), message),

@@ -15,6 +15,8 @@ mod exit_codes;
 #[cfg(feature = "embedded")]
 mod extensions;
 #[cfg(feature = "embedded")]
+mod image_sizes;
+#[cfg(feature = "embedded")]
 mod imports;
 #[cfg(feature = "embedded")]
 mod login;

@@ -60,7 +60,7 @@ pub fn prompt_lines(text: &str) -> Vec<&str> {
 }
 
 /// As [`prompt_lines`], each with the number of its line, from 1.
-pub(super) fn numbered_prompt_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub fn numbered_prompt_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines = text.trim_start_matches('\u{feff}').lines().map(str::trim);
     (1..).zip(lines).filter(|(_, line)| !line.is_empty())
 }

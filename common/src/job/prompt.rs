@@ -352,19 +352,24 @@ impl GenerateConfig {
     /// Width and height of the largest image that these prompts may give, with their flags and the sizes of `size_list`.
     #[must_use]
     pub fn largest_size<'a>(&self, prompts: impl IntoIterator<Item = &'a str>) -> Option<(u32, u32)> {
-        let listed = self.size_list.iter().flatten().map(|size| (size.0, size.1));
-        let mut bases: Vec<(u32, u32)> = listed.collect();
-        if bases.is_empty() {
-            bases.push((self.width, self.height));
-        }
-        let sizes = prompts.into_iter().flat_map(|prompt| {
-            let flags = PromptFlags::parse(prompt);
-            bases.iter().map(move |(width, height)| {
-                let side = |flag: Option<u32>, usual: u32| floor_size(flag.unwrap_or(usual));
-                (side(flags.width, *width), side(flags.height, *height))
-            })
-        });
+        let sizes = prompts.into_iter().flat_map(|prompt| self.sizes(prompt));
         sizes.max_by_key(|(width, height)| u64::from(*width) * u64::from(*height))
+    }
+
+    /// The sizes that an image of this prompt may have: those of `size_list`, or `width` and `height`, with the prompt's flags.
+    #[must_use]
+    pub fn sizes(&self, prompt: &str) -> Vec<(u32, u32)> {
+        let listed = self.size_list.iter().flatten().map(|size| (size.0, size.1));
+        let mut sizes: Vec<(u32, u32)> = listed.collect();
+        if sizes.is_empty() {
+            sizes.push((self.width, self.height));
+        }
+        let flags = PromptFlags::parse(prompt);
+        let side = |flag: Option<u32>, usual: u32| floor_size(flag.unwrap_or(usual));
+        for (width, height) in &mut sizes {
+            (*width, *height) = (side(flags.width, *width), side(flags.height, *height));
+        }
+        sizes
     }
 
     /// Returns the image request for one prompt with flags. `size` is the size that the caller drew from `size_list`, if any.
@@ -436,6 +441,7 @@ mod tests {
         config.size_list = serde_json::from_str("[[512, 1024], [1024, 512]]").unwrap();
         assert_eq!(config.largest_size(["a --w 2048"]), Some((2048, 1024)));
         assert_eq!(config.largest_size([]), None);
+        assert_eq!(config.sizes("a --h 70"), [(512, 64), (1024, 64)]);
     }
 
     #[test]

@@ -20,6 +20,7 @@ pub mod sd1;
 pub mod sd2;
 pub mod sd3;
 pub mod sdxl;
+mod size_limit;
 pub mod stable_diffusion;
 mod text_embeddings;
 mod text_source;
@@ -38,6 +39,7 @@ pub use sd1::SD1;
 pub use sd2::SD2;
 pub use sd3::SD3;
 pub use sdxl::SDXL;
+pub use size_limit::SizeLimit;
 pub use text_embeddings::TextEmbeddings;
 pub use zimage::ZIMAGE;
 
@@ -116,6 +118,14 @@ pub(crate) fn check_identity(path: &Path, arch: ArchName) -> Result<()> {
 /// As [`load`].
 pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
     layout(path, arch, parts).map(drop)
+}
+
+/// The largest images that a model can make. `None`: it has no such limit. Reads configs and headers, but no weights.
+///
+/// # Errors
+/// As [`load`].
+pub fn size_limit(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Option<SizeLimit>> {
+    Ok(SizeLimit::of(&*layout(path, arch, parts)?))
 }
 
 /// Why words cannot be added to a model, for each of them in their order. Reads tokenizers, configs and headers, but no weights.

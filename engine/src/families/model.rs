@@ -256,6 +256,11 @@ pub trait Model: Send + Debug {
         self.codec().pixels_per_latent()
     }
 
+    /// Width and height in pixels of the largest images for which the model has positions. `None`: it has them for images of any size.
+    fn max_size(&self) -> Option<(usize, usize)> {
+        None
+    }
+
     /// Tokens that the model makes of latents [b, channels, h, w], which dynamic shifts of noise levels follow; 0 if there
     /// are none.
     fn image_tokens(&self, latent_shape: &[usize]) -> usize {

@@ -10,6 +10,7 @@ use super::image_generator::{
 };
 use super::rate::Progress;
 use crate::error::{EngineError, Result};
+use crate::families::{Model, SizeLimit};
 use crate::image_io;
 use crate::pipelines::{SampleSettings, generate_images, random_seed};
 use crate::rng::generator_for;
@@ -84,6 +85,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     check_control(process, &remaining)?;
     let control_images = cx.control_images(&remaining)?;
     let generator = ImageGenerator::load(&process.model, cx)?;
+    check_sizes(&*generator.model, &remaining)?;
     if config.compile && !process.model.compile && !process.model.block_compile {
         cx.log("info", COMPILE_NOTE);
     }
@@ -170,6 +172,19 @@ fn check_control(process: &GenerateProcess, requests: &[ImageRequest]) -> Result
         ))),
         None => Ok(()),
     }
+}
+
+/// Checks that the model can make images of these sizes, before it makes the first.
+fn check_sizes(model: &dyn Model, requests: &[ImageRequest]) -> Result<()> {
+    let Some(limit) = SizeLimit::of(model) else {
+        return Ok(());
+    };
+    for request in requests {
+        limit.check(request.width, request.height).map_err(|problem| {
+            EngineError::bad_input(format!("generate: the prompt \"{}\": {problem}", request.prompt))
+        })?;
+    }
+    Ok(())
 }
 
 /// The range of images that this job generates: all, or its part of a larger job.

@@ -5,6 +5,7 @@ use super::context::{Context, artifact_name};
 use super::events::{OutputRequests, StopSignal};
 use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_ext, png_parameters};
 use super::log_file::LogFile;
+use super::preview_spec::preview_spec;
 use super::rate::Progress;
 use crate::data::{CaptionRules, Dataset, DatasetOptions, DatasetScan, build_caption};
 use crate::error::{EngineError, Result};
@@ -20,7 +21,7 @@ use aitk_common::job::prompt::ImageRequest;
 use aitk_common::job::{JobSpec, ProcessKind};
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use image::RgbImage;
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 
 /// One image-to-image task.
@@ -295,6 +296,29 @@ pub(super) fn image_batches(spec: &AttemptSpec) -> Vec<ImageBatch> {
         batches.extend(largest_batches(sizes.into_iter().map(of_size)));
     }
     batches
+}
+
+/// Width and height of the images of a process that changes images, as they are changed, as far as its data sets can be read. `inputs`: the
+/// local path of each path in the config. Headers are read, and nothing is written.
+#[must_use]
+pub fn changed_image_sizes(
+    job: &JobSpec,
+    process: &Img2ImgProcess,
+    inputs: &BTreeMap<String, PathBuf>,
+) -> BTreeSet<(u32, u32)> {
+    let Ok(spec) = preview_spec(inputs) else {
+        return BTreeSet::new();
+    };
+    let mut events = Vec::new();
+    let cx = Context {
+        spec: &spec,
+        job,
+        events: &mut events,
+        stop: &StopSignal::new(),
+        requests: &OutputRequests::new(),
+        log_file: LogFile::default(),
+    };
+    image_sizes(process, &cx).unwrap_or_default()
 }
 
 /// Sides of images are multiples of this number of pixels: those of a training, but images without buckets have their own size.

@@ -34,6 +34,18 @@ fn img2img_uses_captions_as_prompts() {
         .map(|batch| (batch.width, batch.height))
         .collect();
     assert_eq!(sizes, [(64, 64)]);
+    // What the command line sends before there is an attempt.
+    let parsed: JobSpec = serde_json::from_value(attempt.job.clone()).unwrap();
+    let ProcessKind::Img2Img(process) = &parsed.process[0].kind else {
+        panic!("another process")
+    };
+    let inputs = BTreeMap::from([(data.display().to_string(), data.clone())]);
+    let before = changed_image_sizes(&parsed, process, &inputs);
+    assert_eq!(
+        before.iter().max_by_key(|(width, height)| width * height),
+        Some(&(64, 64))
+    );
+    assert_eq!(changed_image_sizes(&parsed, process, &BTreeMap::new()), BTreeSet::new());
     let (outcome, events) = run_spec(&attempt);
     assert_eq!(outcome, Outcome::Completed);
     let generated = images(&events);

@@ -47,6 +47,7 @@ mod train;
 pub use context::{Context, artifact_name, expand_home};
 pub use events::{EventSink, OutputRequests, StopSignal};
 pub use image_batches::image_batches;
+pub use img2img::changed_image_sizes;
 pub use language_model_check::check_language_model;
 pub use log_file::LogFile;
 pub use train::{TrainingPreview, check_settings, preview};

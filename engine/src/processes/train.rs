@@ -168,6 +168,7 @@ impl<'a> Run<'a> {
             None => latents::store(process, &vae_path, model.codec())?,
         };
         samples::check_samplers(process, &*model)?;
+        samples::check_sizes(process, &*model)?;
         if let Some(validation) = &mut validation {
             validation.encode(model.codec())?;
         }

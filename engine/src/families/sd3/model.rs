@@ -137,6 +137,12 @@ impl Model for Sd3Model {
         self.transformer.patch_size() * self.vae.scale_factor()
     }
 
+    fn max_size(&self) -> Option<(usize, usize)> {
+        let (rows, columns) = self.transformer.max_tokens();
+        let token = self.size_multiple();
+        Some((columns.saturating_mul(token), rows.saturating_mul(token)))
+    }
+
     fn image_tokens(&self, latent_shape: &[usize]) -> usize {
         let sides = latent_shape.iter().rev().take(2);
         sides.map(|side| side / self.transformer.patch_size()).product()

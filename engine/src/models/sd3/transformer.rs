@@ -195,6 +195,15 @@ impl SD3Transformer2DModel {
         self.sample_size
     }
 
+    /// Rows and columns of tokens that an image can have: those of the table of positions.
+    #[must_use]
+    pub fn max_tokens(&self) -> (usize, usize) {
+        match self.positions.dims() {
+            [rows, columns, _] => (*rows, *columns),
+            _ => (0, 0),
+        }
+    }
+
     /// The number of joint blocks.
     #[must_use]
     pub fn block_count(&self) -> usize {
@@ -256,7 +265,8 @@ impl SD3Transformer2DModel {
 
     /// The positions of an image of this many tokens: the middle of the table, [1, rows * columns, c].
     fn positions_of(&self, rows: usize, columns: usize) -> Result<Tensor> {
-        let (all_rows, all_columns, width) = self.positions.dims3()?;
+        let (all_rows, all_columns) = self.max_tokens();
+        let width = self.positions.dim(2)?;
         if rows > all_rows || columns > all_columns {
             return Err(EngineError::bad_input(format!(
                 "the image has {rows} x {columns} tokens, the model has positions for {all_rows} x {all_columns}: generate or train \

@@ -191,6 +191,12 @@ impl ZImageTransformer2DModel {
         })
     }
 
+    /// Rows and columns of tokens that an image can have.
+    #[must_use]
+    pub fn max_tokens(&self) -> (usize, usize) {
+        (self.positions[1], self.positions[2])
+    }
+
     /// Predicts the velocity of latents [b, channels, h, w] at the timesteps [b] (f32, 0 to 1000): the same shape. h and w are
     /// even. `context` [b, n, features]: the captions, whose first `lengths` tokens are used.
     ///

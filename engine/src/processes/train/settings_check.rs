@@ -9,8 +9,8 @@ use aitk_common::model_files::PartPaths;
 use std::path::Path;
 
 /// Checks that a training can start on a model: what the model predicts fits the options of the loss, the sampler can make the samples, the
-/// network has layers to train, and the whole model can be saved in the format of the config. `parts`: where parts come from that `model`
-/// does not have. `ranks_file`: the file of `network.pretrained_lora_path`, if it is there.
+/// model has positions for their sizes, the network has layers to train, and the whole model can be saved in the format of the config.
+/// `parts`: where parts come from that `model` does not have. `ranks_file`: the file of `network.pretrained_lora_path`, if it is there.
 ///
 /// # Errors
 /// The error with which the training would end after loading the model.
@@ -23,6 +23,7 @@ pub fn check_settings(
     let mut model = families::layout(model, process.model.arch.name, parts)?;
     objective::objective(process, &*model)?;
     samples::check_samplers(process, &*model)?;
+    samples::check_sizes(process, &*model)?;
     let takes_ranks = process
         .network
         .as_ref()
@@ -78,6 +79,13 @@ mod tests {
         move |process| process.network = Some(network.clone())
     }
 
+    fn sample(prompt: &str) -> SampleItem {
+        SampleItem {
+            prompt: prompt.to_owned(),
+            ..SampleItem::default()
+        }
+    }
+
     #[test]
     fn a_sampler_that_cannot_make_the_steps_of_the_samples_is_found() {
         let folder = tempfile::tempdir().unwrap();
@@ -97,10 +105,7 @@ mod tests {
             };
             process.sample.sampler = SamplerName::Pndm;
             process.sample.sample_steps = steps;
-            process.sample.samples = vec![SampleItem {
-                prompt: "a cat".into(),
-                ..SampleItem::default()
-            }];
+            process.sample.samples = vec![sample("a cat")];
             process.train.disable_sampling = disabled;
             check_settings(&process, model, &PartPaths::default(), None).map_err(|error| error.to_string())
         };
@@ -111,6 +116,31 @@ mod tests {
         );
         assert_eq!(check(4, false), Ok(()));
         assert_eq!(check(3, true), Ok(()));
+    }
+
+    /// `tiny_sd35` has positions for 256 x 256 pixels.
+    #[test]
+    fn a_sample_beyond_the_positions_of_the_model_is_found() {
+        let check = |width: u32, prompt: &str, disabled| {
+            check(ArchName::Sd3, "tiny_sd35", |process| {
+                process.sample.sampler = SamplerName::FlowMatch;
+                (process.sample.width, process.sample.height) = (width, 64);
+                process.sample.samples = ["a", prompt].map(sample).to_vec();
+                process.train.disable_sampling = disabled;
+            })
+        };
+        assert_eq!(check(256, "b", false), Ok(()));
+        let error = check(272, "b", false).unwrap_err();
+        assert!(
+            error.contains("sample.samples[0]: an image of 272 x 64 pixels is too large"),
+            "{error}"
+        );
+        let error = check(256, "b --h 512", false).unwrap_err();
+        assert!(
+            error.contains("sample.samples[1]: an image of 256 x 512 pixels"),
+            "{error}"
+        );
+        assert_eq!(check(272, "b", true), Ok(()));
     }
 
     /// `tiny_sd21` says `v_prediction` in its scheduler config, which no key of the config does.
