@@ -12,7 +12,7 @@ use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
 use super::whole_layer::{PREFIX, WHOLE_LAYERS, Whole};
 use crate::error::{EngineError, Result};
 use crate::families::{AdapterNames, Part, PartRole};
-use crate::nn::LayerMut;
+use crate::nn::{LayerMut, NormParams};
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
 use aitk_common::job::lora_containers::is_in_container;
@@ -293,6 +293,95 @@ fn no_target() -> EngineError {
     )
 }
 
+/// The name of a tensor of an adapter in saved files.
+fn tensor_name(layer: &dyn TrainedLayer, suffix: &str) -> String {
+    format!("{}.{suffix}", layer.name())
+}
+
+/// Makes the adapters of a network, one for each target.
+struct NewTargets<'a> {
+    adapter: &'a dyn AdapterType,
+    config: &'a AdapterConfig,
+    /// The ranks of the layers of a file, which alone are targets.
+    of_file: Option<BTreeMap<LayerKey, Rank>>,
+    handle: Arc<AdapterHandle>,
+}
+
+impl<'a> NewTargets<'a> {
+    fn new(
+        adapter: &'a dyn AdapterType,
+        config: &'a AdapterConfig,
+        ranks_file: Option<&AdapterFile>,
+        index: &LayerIndex,
+    ) -> Result<Self> {
+        Ok(Self {
+            adapter,
+            config,
+            of_file: ranks_file.map(|file| ranks_of(file, index)).transpose()?,
+            handle: AdapterHandle::new(1.0),
+        })
+    }
+
+    /// The adapter of a layer; `None` if it is not a target.
+    fn of_layer(
+        &self,
+        naming: Naming,
+        path: &str,
+        layer: &LayerMut<'_>,
+        generator: &mut TorchGenerator,
+    ) -> Result<Option<Arc<dyn TrainedLayer>>> {
+        let (weight, bias) = (layer.weight(), layer.bias());
+        let dims = weight.dims();
+        let target = self
+            .config
+            .target(naming, path, dims, bias.is_some(), self.of_file.as_ref());
+        let whole = Rank { rank: 1, alpha: 1.0 };
+        let (adapter, Rank { rank, alpha }) = match target {
+            Some(LayerTraining::Adapter(rank)) if self.adapter.covers(naming.role, path) => (self.adapter, rank),
+            Some(LayerTraining::Adapter(_)) | None => return Ok(None),
+            Some(LayerTraining::Difference) => (&Difference as &dyn AdapterType, whole),
+            Some(LayerTraining::Whole) => (&Whole as &dyn AdapterType, whole),
+        };
+        let new = NewLayer {
+            name: match target {
+                Some(LayerTraining::Whole) => format!("{PREFIX}{path}"),
+                _ => naming.saved_name(path),
+            },
+            names: naming.names,
+            weight,
+            bias,
+            dims,
+            device: weight.device(),
+            rank,
+            alpha,
+            dropout: self.config.dropout,
+            handle: &self.handle,
+        };
+        Ok(Some(adapter.create(new, generator)?))
+    }
+
+    /// The difference of a norm; `None` if it is not a target.
+    fn of_norm(&self, naming: Naming, path: &str, norm: &NormParams) -> Result<Option<Arc<DenseLayer>>> {
+        let (weight, bias) = (&norm.weight, norm.own_bias());
+        let dims = weight.dims();
+        if !self.config.trains_norm(naming, path, dims, bias.is_some()) {
+            return Ok(None);
+        }
+        Ok(Some(Arc::new(DenseLayer::zeros(NewLayer {
+            name: naming.saved_name(path),
+            names: naming.names,
+            weight,
+            bias,
+            dims,
+            device: weight.device(),
+            rank: 1,
+            alpha: 1.0,
+            dropout: self.config.dropout,
+            handle: &self.handle,
+        })?)))
+    }
+}
+
 /// The trainable network of a model.
 #[derive(Debug)]
 pub struct AdapterNetwork {
@@ -324,46 +413,20 @@ impl AdapterNetwork {
         generator: &mut TorchGenerator,
     ) -> Result<Self> {
         check_config(adapter, config, parts)?;
-        let handle = AdapterHandle::new(1.0);
         let index = index_layers(parts)?;
-        let of_file = ranks_file.map(|file| ranks_of(file, &index)).transpose()?;
+        let new = NewTargets::new(adapter, config, ranks_file, &index)?;
         let mut targets = Vec::new();
         for part in parts.iter_mut() {
             let naming = Naming::of(part, adapter);
             part.layers.visit_layers(&mut |path, layer| {
-                let weight = layer.weight().clone();
-                let dims = weight.dims();
-                let Some(target) = config.target(naming, path, dims, layer.bias().is_some(), of_file.as_ref()) else {
+                let Some(trained) = new.of_layer(naming, path, &layer, generator)? else {
                     return Ok(());
                 };
-                let (adapter, Rank { rank, alpha }) = match target {
-                    LayerTraining::Adapter(rank) if adapter.covers(naming.role, path) => (adapter, rank),
-                    LayerTraining::Adapter(_) => return Ok(()),
-                    LayerTraining::Difference => (&Difference as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
-                    LayerTraining::Whole => (&Whole as &dyn AdapterType, Rank { rank: 1, alpha: 1.0 }),
-                };
-                let bias = layer.bias().cloned();
-                let new = NewLayer {
-                    name: match target {
-                        LayerTraining::Whole => format!("{PREFIX}{path}"),
-                        _ => naming.saved_name(path),
-                    },
-                    names: naming.names,
-                    weight: &weight,
-                    bias: bias.as_ref(),
-                    dims,
-                    device: weight.device(),
-                    rank,
-                    alpha,
-                    dropout: config.dropout,
-                    handle: &handle,
-                };
-                let trained = adapter.create(new, generator)?;
                 targets.push(TargetLayer {
                     part: naming.part,
                     role: naming.role,
                     path: path.to_owned(),
-                    has_large_kernel: has_large_kernel(dims),
+                    has_large_kernel: has_large_kernel(layer.weight().dims()),
                     layer: trained.clone(),
                 });
                 attach_adapter(layer, trained);
@@ -374,23 +437,9 @@ impl AdapterNetwork {
             let naming = Naming::of(part, adapter);
             part.layers.visit_norms(&mut |path, norm| {
                 let LayerMut::Norm(norm) = norm else { return Ok(()) };
-                let (weight, bias) = (norm.weight.clone(), norm.own_bias().cloned());
-                let dims = weight.dims();
-                if !config.trains_norm(naming, path, dims, bias.is_some()) {
+                let Some(layer) = new.of_norm(naming, path, norm)? else {
                     return Ok(());
-                }
-                let layer = Arc::new(DenseLayer::zeros(NewLayer {
-                    name: naming.saved_name(path),
-                    names: naming.names,
-                    weight: &weight,
-                    bias: bias.as_ref(),
-                    dims,
-                    device: weight.device(),
-                    rank: 1,
-                    alpha: 1.0,
-                    dropout: config.dropout,
-                    handle: &handle,
-                })?);
+                };
                 norm.adapters.push(layer.clone());
                 targets.push(TargetLayer {
                     part: naming.part,
@@ -402,6 +451,7 @@ impl AdapterNetwork {
                 Ok(())
             })?;
         }
+        let handle = new.handle;
         if targets.is_empty() {
             return Err(no_target());
         }
@@ -442,6 +492,46 @@ impl AdapterNetwork {
         has_target.then_some(()).ok_or_else(no_target)
     }
 
+    /// Shows the names of the tensors that the network of [`Self::attach_as`] would train, as [`Self::params`] has them, until `visit` returns
+    /// `false`. Nothing is attached, and one adapter exists at a time: the weights can be those of [`crate::families::layout`].
+    ///
+    /// # Errors
+    /// When the rank of the network is 0, or the type cannot be trained on the model.
+    pub fn visit_tensor_names(
+        adapter: &dyn AdapterType,
+        config: &AdapterConfig,
+        ranks_file: Option<&AdapterFile>,
+        parts: &mut [Part<'_>],
+        generator: &mut TorchGenerator,
+        visit: &mut dyn FnMut(&str) -> bool,
+    ) -> Result<()> {
+        check_config(adapter, config, parts)?;
+        let index = index_layers(parts)?;
+        let new = NewTargets::new(adapter, config, ranks_file, &index)?;
+        let mut continues = true;
+        let mut show = |layer: &dyn TrainedLayer| {
+            let mut names = layer.params().into_iter();
+            names.all(|(suffix, _)| visit(&tensor_name(layer, suffix)))
+        };
+        for part in parts.iter_mut() {
+            let naming = Naming::of(part, adapter);
+            part.layers.visit_layers(&mut |path, layer| {
+                if continues && let Some(trained) = new.of_layer(naming, path, &layer, generator)? {
+                    continues = show(&*trained);
+                }
+                Ok(())
+            })?;
+            part.layers.visit_norms(&mut |path, norm| {
+                let LayerMut::Norm(norm) = norm else { return Ok(()) };
+                if continues && let Some(trained) = new.of_norm(naming, path, norm)? {
+                    continues = show(&*trained);
+                }
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
     /// The number of layers with an adapter.
     #[must_use]
     pub fn layers(&self) -> usize {
@@ -469,7 +559,7 @@ impl AdapterNetwork {
             let params = layer.params().into_iter();
             params
                 .map(|(suffix, var)| Param {
-                    name: format!("{}.{suffix}", layer.name()),
+                    name: tensor_name(&**layer, suffix),
                     var: var.clone(),
                 })
                 .collect()

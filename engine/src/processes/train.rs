@@ -12,6 +12,7 @@ mod image_batches;
 mod latents;
 mod learned_snr;
 mod loss_plot;
+mod lr_factors;
 mod merging;
 mod objective;
 mod options;

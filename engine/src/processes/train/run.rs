@@ -4,14 +4,15 @@ use super::super::events::StopSignal;
 use super::super::run_folder::RunFolder;
 use super::super::step_recorder::StepRecorder;
 use super::data::TrainingData;
+use super::lr_factors::check_lr_factors;
 use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
 use super::target::TrainedParameters;
 use super::validation::Validation;
 use crate::device::Compute;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::families::Model;
-use crate::optim::{Ema, Param, Schedule, ScheduleParams};
+use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::training::{
     ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, PixelOptions, SharedLearnedSnr,
     SwappedParameters, Trainer, TrainerOptions,
@@ -75,27 +76,6 @@ pub(super) struct Run<'a> {
     pub(super) stop: StopSignal,
 }
 
-/// Checks that each entry of `train.lr_factors` is for some tensor.
-fn check_lr_factors(process: &TrainerProcess, params: &[Param]) -> Result<()> {
-    for (index, factor) in process.train.lr_factors.iter().enumerate() {
-        if !params.iter().any(|param| factor.is_for(&param.name)) {
-            let names: Vec<&str> = params
-                .iter()
-                .step_by((params.len() / 3).max(1))
-                .map(|param| &*param.name)
-                .take(3)
-                .collect();
-            return Err(EngineError::bad_input(format!(
-                "train.lr_factors[{index}].contains: no trained tensor has `{}` in its name; some of the names are {}. Of a config of sd-scripts \
-                 it is a block that the model does not have: remove its weight",
-                factor.contains,
-                names.join(", ")
-            )));
-        }
-    }
-    Ok(())
-}
-
 /// Makes a trainer with a new optimizer, for a model that computes in `dtype`.
 pub(super) fn trainer(
     process: &TrainerProcess,
@@ -107,7 +87,8 @@ pub(super) fn trainer(
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;
-    check_lr_factors(process, &params)?;
+    let names: Vec<&str> = params.iter().map(|param| &*param.name).collect();
+    check_lr_factors(&train.lr_factors, &names)?;
     let factors: Vec<f64> = params
         .iter()
         .map(|param| lr_factor(&train.lr_factors, &param.name))

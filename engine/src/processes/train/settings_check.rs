@@ -9,8 +9,9 @@ use aitk_common::model_files::PartPaths;
 use std::path::Path;
 
 /// Checks that a training can start on a model: what the model predicts fits the options of the loss, the sampler can make the samples, the
-/// model has positions for their sizes, the network has layers to train, and the whole model can be saved in the format of the config.
-/// `parts`: where parts come from that `model` does not have. `ranks_file`: the file of `network.pretrained_lora_path`, if it is there.
+/// model has positions for their sizes, the network has layers to train, `train.lr_factors` are for some of its tensors, and the whole model
+/// can be saved in the format of the config. `parts`: where parts come from that `model` does not have. `ranks_file`: the file of
+/// `network.pretrained_lora_path`, if it is there.
 ///
 /// # Errors
 /// The error with which the training would end after loading the model.
@@ -45,6 +46,7 @@ mod tests {
     use super::check_settings;
     use crate::testing::{copy_folder, fixtures};
     use aitk_common::job::arch::ArchName;
+    use aitk_common::job::lr_factor::LrFactor;
     use aitk_common::job::network::NetworkConfig;
     use aitk_common::job::process::TrainerProcess;
     use aitk_common::job::sample::SampleItem;
@@ -160,6 +162,28 @@ mod tests {
             check(arch, folder, |_| ()).unwrap();
             refused(arch, folder, "no layer is left to train", without("no_such_layer"));
         }
+    }
+
+    #[test]
+    fn a_rate_of_blocks_that_the_network_does_not_have_is_found() {
+        let rates = |contains: &'static str| {
+            move |process: &mut TrainerProcess| {
+                process.train.lr_factors = ["lora_up", contains]
+                    .map(|contains| LrFactor {
+                        contains: contains.to_owned(),
+                        factor: 0.5,
+                        ..LrFactor::default()
+                    })
+                    .to_vec();
+            }
+        };
+        check(ArchName::Sd1, "tiny_sd", rates("down_blocks_0")).unwrap();
+        refused(
+            ArchName::Sd1,
+            "tiny_sd",
+            "train.lr_factors[1].contains: no trained tensor has `down_blocks_77` in its name; some of the names are lora_unet_",
+            rates("down_blocks_77"),
+        );
     }
 
     #[test]

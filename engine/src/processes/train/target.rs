@@ -2,6 +2,7 @@
 
 use super::super::context::Context;
 use super::embedding::TrainedEmbedding;
+use super::lr_factors::check_lr_factors_of_network;
 use super::options;
 use crate::adapters::{AdapterFile, AdapterHandle, AdapterNetwork};
 use crate::error::{EngineError, Result};
@@ -67,15 +68,17 @@ fn trained_parts<'a>(process: &TrainerProcess, model: &'a mut dyn Model) -> Vec<
     parts
 }
 
-/// Checks, with the names and shapes of a model alone, that the config leaves something to train, and that it can be saved. `ranks_file`:
-/// the LoRA of `network.ranks_of_pretrained_lora`.
+/// Checks, with the names and shapes of a model alone, that the config leaves something to train, that `train.lr_factors` of a
+/// network are for some of it, and that it can be saved. `ranks_file`: the LoRA of `network.ranks_of_pretrained_lora`.
 ///
 /// # Errors
-/// As [`TrainedParameters::new`].
+/// As [`TrainedParameters::new`], and those of [`check_lr_factors_of_network`].
 pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file: Option<&AdapterFile>) -> Result<()> {
     if let Some(network) = process.network.as_ref().filter(|_| process.embedding.is_none()) {
         let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
-        AdapterNetwork::check(&*adapter, &config, ranks_file, &mut trained_parts(process, model))?;
+        let mut parts = trained_parts(process, model);
+        AdapterNetwork::check(&*adapter, &config, ranks_file, &mut parts)?;
+        check_lr_factors_of_network(&process.train.lr_factors, &*adapter, &config, ranks_file, &mut parts)?;
     }
     match process.trains_whole_model() || process.merges_network() {
         true => check_save_format(process, model),
