@@ -11,7 +11,6 @@ use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::values::TextSource;
 use aitk_common::job::{InputKind, JobSpec, ProcessKind};
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
-use aitk_engine::families::size_limit;
 use aitk_engine::processes::changed_image_sizes;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -109,7 +108,7 @@ fn problems_of(spec: &JobSpec, index: usize, images: &[SizedImages], directory: 
         let model = spec.process.get(index)?.model().filter(|_| !images.is_empty())?;
         let local = expand(&model.name_or_path, directory, &env);
         let parts = GivenParts::of(model).local(directory).filter(|_| local.exists())?;
-        size_limit(&local, model.arch.name, &parts).ok()?
+        aitk_engine::families::size_limit(&local, model.arch.name, &parts).ok()?
     };
     let Some(limit) = limit() else {
         return Vec::new();

@@ -9,6 +9,7 @@ use super::origin::origin;
 use super::whole_layer::WHOLE_LAYER;
 use crate::error::{EngineError, Result};
 use crate::models::config;
+use crate::models::stored_types::check_stored_types;
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device};
 use std::collections::BTreeMap;
@@ -74,6 +75,7 @@ impl AdapterFile {
         }
         let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
         keys.sort();
+        check_stored_types(&index, |name| matches!(parse_key(name), ParsedKey::Adapter(..)))?;
         let weights = Weights::from_index(select(index), DType::F32, &Device::Cpu);
         let file_error = |reason: String| EngineError::WeightsFile {
             path: path.clone(),

@@ -12,6 +12,7 @@ pub mod qwen3;
 pub mod sd3;
 pub(crate) mod single_file;
 mod special_tokens;
+pub(crate) mod stored_types;
 pub mod t5;
 pub mod unet;
 pub mod vae;

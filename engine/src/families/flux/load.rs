@@ -12,6 +12,7 @@ use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::flux::FluxTransformer2DModel;
+use crate::models::stored_types::check_types_of_built;
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::weights::{Index, TrainableFilter, Weights};
@@ -92,6 +93,8 @@ impl FluxModel {
         )?);
         let vae = AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled);
         check_widths(&parts)?;
+        check_types_of_built(transformer_index, &transformer_weights)?;
+        check_types_of_built(vae_index, &vae_weights)?;
         let text = TextSource::new(options.prompts.as_ref(), || build_text(&parts, options))?;
         Ok(Self {
             family,
@@ -140,22 +143,26 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> 
     };
     let (clip, clip_config) = &parts.clip;
     let (t5, t5_config) = &parts.t5;
-    Ok(FluxTextEncoders {
+    let (clip_weights, t5_weights) = (weights(clip), weights(t5));
+    let text_encoders = FluxTextEncoders {
         clip_tokenizer: match &parts.clip_tokenizer {
             Some(folder) => ClipTokenizer::open(folder)?,
             None => ClipTokenizer::openai()?,
         }
         .limited_to(clip_config.max_position_embeddings),
-        clip: ClipTextModel::new(&weights(clip), clip_config)?,
+        clip: ClipTextModel::new(&clip_weights, clip_config)?,
         t5_tokenizer: T5Tokenizer::open(&parts.t5_tokenizer)?,
-        t5: T5EncoderModel::new(&weights(t5), t5_config)?,
+        t5: T5EncoderModel::new(&t5_weights, t5_config)?,
         masks_padding: options.prompt_reading.masks_padding,
         max_sequence_length: match parts.transformer.1.guidance_embeds {
             true => TEXT_TOKENS_DEV,
             false => TEXT_TOKENS_SCHNELL,
         },
         device: options.device.clone(),
-    })
+    };
+    check_types_of_built(clip, &clip_weights)?;
+    check_types_of_built(t5, &t5_weights)?;
+    Ok(text_encoders)
 }
 
 /// Checks that the components belong to one model.

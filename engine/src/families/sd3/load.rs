@@ -12,7 +12,8 @@ use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::sd3::SD3Transformer2DModel;
-use crate::models::t5::{T5EncoderModel, T5Tokenizer};
+use crate::models::stored_types::check_types_of_built;
+use crate::models::t5::{T5Config, T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::weights::{Index, TrainableFilter, Weights};
 use aitk_common::job::arch::ArchName;
@@ -89,11 +90,14 @@ impl Sd3Model {
             &transformer_weights,
             parts.transformer_json.clone(),
         )?);
+        let vae = AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled);
+        check_types_of_built(transformer_index, &transformer_weights)?;
+        check_types_of_built(vae_index, &vae_weights)?;
         Ok(Self {
             family,
             text: TextSource::new(options.prompts.as_ref(), || build_text(&parts, options))?,
             transformer,
-            vae: AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled),
+            vae,
             vae_path: parts.vae_path.clone(),
             scheduler_config: parts.scheduler.clone(),
             sequential_cfg: memory.sequential_cfg,
@@ -142,17 +146,26 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<Sd3TextEncoders> {
             Some(folder) => ClipTokenizer::open(folder)?,
             None => pad(ClipTokenizer::openai()?)?,
         };
+        let weights = weights(index);
+        let model = ClipTextModel::with_projection_if_stored(&weights, config)?;
+        check_types_of_built(index, &weights)?;
         Ok(ClipEncoder {
             tokenizer: tokenizer.limited_to(config.max_position_embeddings),
-            model: ClipTextModel::with_projection_if_stored(&weights(index), config)?,
+            model,
         })
+    };
+    let t5 = |index: &Index, config: &T5Config| -> Result<T5EncoderModel> {
+        let weights = weights(index);
+        let model = T5EncoderModel::new(&weights, config)?;
+        check_types_of_built(index, &weights)?;
+        Ok(model)
     };
     Ok(Sd3TextEncoders {
         clip: [clip(0, Ok)?, clip(1, ClipTokenizer::padded_with_exclamation_marks)?],
         t5: match &parts.t5 {
             Some((index, config, tokenizer)) => Some(T5Encoder {
                 tokenizer: T5Tokenizer::open(tokenizer)?,
-                model: T5EncoderModel::new(&weights(index), config)?,
+                model: t5(index, config)?,
             }),
             None => None,
         },

@@ -8,9 +8,11 @@ use super::variant::{TextEncoderSpec, TextLayout, TextOutput, Variant};
 use super::{SdModel, TextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::options::LoadOptions;
+use crate::families::part_files::opened;
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::config;
+use crate::models::stored_types::check_types_of_built;
 use crate::models::unet::UNet2DConditionModel;
 use crate::models::vae::{self, AutoencoderKl, VaeConfig};
 use crate::weights::{Index, TrainableFilter, Weights};
@@ -46,8 +48,8 @@ impl SdModel {
             components,
         } = parts;
         let memory_options = &options.memory_options;
-        let weights = |index: &Index, dtype, streamed: f64| {
-            Weights::from_index(index.clone(), dtype, &options.device).streamed(streamed)
+        let weights = |index: &Index, role: PartRole, dtype, streamed: f64| {
+            Weights::from_index(opened(index, role, options), dtype, &options.device).streamed(streamed)
         };
         let unet_quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
@@ -69,11 +71,12 @@ impl SdModel {
             (PartRole::Codec, kinds(std::slice::from_ref(vae_index))),
         ];
         let text_weights = text_weights(variant, &components, options);
-        let unet_weights = weights(unet_index, options.dtype, memory_options.denoiser_streamed)
+        let denoiser_streamed = memory_options.denoiser_streamed;
+        let unet_weights = weights(unet_index, PartRole::Denoiser, options.dtype, denoiser_streamed)
             .quantize_on_load(unet_quantization)
             .training(options.denoiser_trained.clone());
         let vae_dtype = vae_dtype(variant, &configs.vae, options.dtype);
-        let vae_weights = weights(vae_index, vae_dtype, memory_options.vae_streamed);
+        let vae_weights = weights(vae_index, PartRole::Codec, vae_dtype, memory_options.vae_streamed);
 
         let mut text_encoders = build_text(variant, &configs, tokenizers, &text_weights, options)?;
         if options.prompts.is_some() {
@@ -100,6 +103,9 @@ impl SdModel {
         all_weights.extend([&unet_weights, &vae_weights]);
         // After the parts, whose errors name the tensor that does not match its config.
         check_components(variant, &configs)?;
+        for (index, weights) in components.iter().zip(&all_weights) {
+            check_types_of_built(index, weights)?;
+        }
         Ok(Self {
             variant,
             text_encoders,
@@ -143,18 +149,10 @@ struct OpenParts {
 
 /// Opens the components of a diffusers folder or a single-file checkpoint.
 fn open_parts(variant: &'static Variant, path: &Path, options: &LoadOptions) -> Result<(ConfigFiles, OpenParts)> {
-    let (files, mut parts) = match path.is_dir() {
-        true => open_folder(variant, path)?,
-        false => open_checkpoint(variant, path, options)?,
-    };
-    let text = std::iter::repeat_n(PartRole::TextEncoder, variant.text_encoders.len());
-    let roles = text.chain([PartRole::Denoiser, PartRole::Codec]);
-    for (component, role) in parts.components.iter_mut().zip(roles) {
-        if !options.loaded.includes(role) {
-            *component = component.shapes_only();
-        }
+    match path.is_dir() {
+        true => open_folder(variant, path),
+        false => open_checkpoint(variant, path, options),
     }
-    Ok((files, parts))
 }
 
 /// Opens the components of a diffusers folder.
@@ -231,10 +229,14 @@ fn text_weights(variant: &Variant, components: &[Index], options: &LoadOptions) 
     };
     let indexes = components.iter().take(variant.text_encoders.len());
     let weights = indexes.map(|index| {
-        Weights::from_index(index.clone(), options.dtype, &options.device)
-            .streamed(streamed)
-            .quantize_on_load(quantization.clone())
-            .training(options.text_encoder_trained.clone())
+        Weights::from_index(
+            opened(index, PartRole::TextEncoder, options),
+            options.dtype,
+            &options.device,
+        )
+        .streamed(streamed)
+        .quantize_on_load(quantization.clone())
+        .training(options.text_encoder_trained.clone())
     });
     weights.collect()
 }

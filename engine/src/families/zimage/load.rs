@@ -11,6 +11,7 @@ use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
+use crate::models::stored_types::check_types_of_built;
 use crate::models::vae::AutoencoderKl;
 use crate::models::zimage::ZImageTransformer2DModel;
 use crate::weights::{Index, TrainableFilter, Weights};
@@ -87,6 +88,8 @@ impl ZImageModel {
         )?);
         let vae = AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled);
         parts.check_widths()?;
+        check_types_of_built(transformer_index, &transformer_weights)?;
+        check_types_of_built(vae_index, &vae_weights)?;
         Ok(Self {
             family,
             text: TextSource::new(options.prompts.as_ref(), || build_text(&parts, options))?,
@@ -131,9 +134,11 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<ZImageTextEncoder>
     )
     .streamed(options.memory_options.text_streamed)
     .quantize_on_load(options.text_encoder_quantization.clone());
+    let model = Qwen3Model::new(&weights, config, UNUSED_TEXT_LAYERS)?;
+    check_types_of_built(index, &weights)?;
     Ok(ZImageTextEncoder {
         tokenizer: Qwen3Tokenizer::open(&parts.tokenizer)?,
-        model: Qwen3Model::new(&weights, config, UNUSED_TEXT_LAYERS)?,
+        model,
         max_sequence_length: TEXT_TOKENS,
         device: options.device.clone(),
     })

@@ -9,6 +9,7 @@ use super::layout::{Layout, Positions, check_positions};
 use super::model_path::check_is_folder;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
+use crate::models::stored_types::check_types_of_built;
 use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear_with_weight};
 use crate::weights::{Index, QuantizationConfig, TrainableFilter, View, Weight, Weights};
 use aitk_common::gguf::model_file;
@@ -94,21 +95,24 @@ impl CausalLm {
                 (config, index)
             }
         };
+        let stored = with_prefix(index, &config);
         let index = match options.shapes_only {
-            true => index.shapes_only(),
-            false => index,
+            true => stored.shapes_only(),
+            false => stored.clone(),
         };
         let quantization = options.quantization.clone().map(|mut quantization| {
             quantization.exclude.push(OUTPUT.to_owned());
             quantization
         });
         let is_frozen = options.trained == TrainableFilter::Nothing;
-        let weights = Weights::from_index(with_prefix(index, &config), options.dtype, &options.device)
+        let weights = Weights::from_index(index, options.dtype, &options.device)
             .streamed(if is_frozen { options.streamed } else { 0.0 })
             .quantize_on_load(quantization.filter(|_| is_frozen))
             .keeping_stored_tables(is_frozen && options.keeps_stored_table)
             .training(options.trained.clone());
-        Self::new(&weights, config)
+        let model = Self::new(&weights, config)?;
+        check_types_of_built(&stored, &weights)?;
+        Ok(model)
     }
 
     /// A model with these weights, by transformers' names with their prefix (`model.`, `transformer.`).
