@@ -7,11 +7,10 @@ use aitk_common::control_plane::MAX_CONFIG_BYTES;
 use aitk_common::fsutil::regular;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use aitk_common::job::values::TextSource;
-use aitk_common::job::{InputKind, JobSpec, LoadedJob, Process, ProcessKind};
+use aitk_common::job::{InputKind, JobSpec, LoadedJob, ProcessKind};
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::parameter_counts::ParameterCounts;
-use aitk_common::plan::prompt_files::longest_line;
+use aitk_common::plan::prompt_files::{largest_images_in_files, longest_line};
 use aitk_common::plan::training_memory::new_model_counts;
 use std::path::Path;
 
@@ -46,23 +45,7 @@ pub(crate) fn longest_prompt(spec: &JobSpec, directory: &Path) -> Option<u64> {
 
 /// The largest image of each process whose prompts are in a file on this machine.
 pub(crate) fn largest_images(spec: &JobSpec, directory: &Path) -> Vec<ImageBatch> {
-    let of_process = |(index, process): (usize, &Process)| {
-        let ProcessKind::Generate(process) = &process.kind else {
-            return None;
-        };
-        let TextSource::File(file) = &process.generate.prompts else {
-            return None;
-        };
-        let text = regular::read_text(&expand(file, directory, &env), MAX_TEXT_FILE_BYTES).ok()?;
-        let (width, height) = process.generate.largest_size(prompt_lines(&text))?;
-        Some(ImageBatch {
-            process: u32::try_from(index).ok()?,
-            width,
-            height,
-            images: 1,
-        })
-    };
-    spec.process.iter().enumerate().filter_map(of_process).collect()
+    largest_images_in_files(spec, |file| Some(expand(file, directory, &env)))
 }
 
 /// Counts the prompts in a file.

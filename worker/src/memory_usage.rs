@@ -2,18 +2,20 @@
 
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::capability::{DeviceKind, DeviceRef};
+use aitk_common::job::JobSpec;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::device_factors::CUDA_CONTEXT;
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_common::plan::prompt_files::{longest_line, with_longest_prompt};
+use aitk_common::plan::prompt_files::{largest_images_in_files, longest_line, with_longest_prompt};
 use aitk_common::plan::training_memory::new_model_counts;
 use aitk_engine::device::threads::stack_space;
 use aitk_engine::device::{DevicePeak, end_phase};
 use aitk_engine::processes::{expand_home, image_batches};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -189,7 +191,7 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / GIB
 }
 
-/// The predicted memory of this attempt. `batches`: the largest of its data sets, if they were seen.
+/// The predicted memory of this attempt, with the prompts in its files. `batches`: the largest of its data sets, if they were seen.
 fn predicted_need(spec: &AttemptSpec, batches: &[ImageBatch]) -> Option<MemoryNeed> {
     let named = first_process(spec)?;
     let model = local_path(spec, named.pointer("/model/name_or_path")?.as_str()?)?;
@@ -200,7 +202,11 @@ fn predicted_need(spec: &AttemptSpec, batches: &[ImageBatch]) -> Option<MemoryNe
     let prompts = named.pointer("/generate/prompts").and_then(Value::as_str);
     let longest = prompts.and_then(|file| longest_line(&local_path(spec, file)?));
     let job = with_longest_prompt(spec.job.clone(), longest);
-    Demand::of_job(&job, counts, batches)?.memory
+    let mut batches = batches.to_vec();
+    if let Ok(parsed) = JobSpec::deserialize(&spec.job) {
+        batches.extend(largest_images_in_files(&parsed, |file| local_path(spec, file)));
+    }
+    Demand::of_job(&job, counts, &batches)?.memory
 }
 
 /// The job's first process.
@@ -288,6 +294,7 @@ pub(crate) fn out_of_memory_advice(spec: &AttemptSpec, total: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aitk_common::job::{Format, LoadOptions, parse};
     use serde_json::json;
 
     #[cfg(target_os = "linux")]
@@ -318,6 +325,27 @@ mod tests {
         assert_eq!(found("models/sd15", &staged, None), Some(PathBuf::from("models/sd15")));
         assert_eq!(found("~/sd15", &staged, Some("/out")), Some(PathBuf::from("/cache/1")));
         assert_eq!(found("models/sd15", &staged, Some("/out")), None);
+    }
+
+    #[test]
+    fn the_prediction_counts_the_largest_image_of_a_file_of_prompts() {
+        let folder = tempfile::tempdir().unwrap();
+        let prompts = folder.path().join("prompts.txt");
+        let config = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      model: \
+                      {name_or_path: m}\n      generate: {prompts: prompts.txt, width: 512, height: 512}\n";
+        let job = parse(config, Format::Yaml, None, &LoadOptions::default()).unwrap().spec;
+        let spec = json!({
+            "job_id": "j", "attempt_id": "j-0-1", "epoch": 1, "config_text": "", "config_format": "yaml", "job": job,
+            "inputs": {"prompts.txt": prompts, "m": folder.path().join("m")}, "output_root": null, "resume_from": null,
+            "device": {"kind": "cpu", "index": 0}, "profile": "cpu_only", "seed": 0
+        });
+        let spec: AttemptSpec = serde_json::from_value(spec).unwrap();
+        let predicted = |text: &str| {
+            std::fs::write(&prompts, text).unwrap();
+            predicted_need(&spec, &[]).unwrap().under(spec.profile, DeviceKind::Cpu)
+        };
+        assert_eq!(predicted("a\nb --w 512"), predicted("a"));
+        assert!(predicted("a\nb --w 2048 --h 2048") > predicted("a"));
     }
 
     #[test]

@@ -1,9 +1,14 @@
-//! The longest prompt in a job's files of texts to continue (`lm_generate`), on which its memory depends.
+//! What a job's files of prompts say about its memory: the longest text to continue (`lm_generate`), and the largest images to generate
+//! (`to_folder`).
 
+use super::image_batches::ImageBatch;
 use crate::fsutil::regular;
+use crate::job::generate::prompt_lines;
 use crate::job::limits::MAX_TEXT_FILE_BYTES;
+use crate::job::values::TextSource;
+use crate::job::{JobSpec, Process, ProcessKind};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The key of `generate` in which the planner finds it, next to those of the config.
 pub(super) const LONGEST_PROMPT: &str = "longest_prompt";
@@ -13,6 +18,28 @@ pub(super) const LONGEST_PROMPT: &str = "longest_prompt";
 pub fn longest_line(path: &Path) -> Option<u64> {
     let text = regular::read_text(path, MAX_TEXT_FILE_BYTES).ok()?;
     text.lines().map(|line| line.len() as u64).max()
+}
+
+/// The largest image of each process whose prompts are in a file. `local`: the path of a file on this machine, if it is here.
+#[must_use]
+pub fn largest_images_in_files(job: &JobSpec, local: impl Fn(&str) -> Option<PathBuf>) -> Vec<ImageBatch> {
+    let of_process = |(index, process): (usize, &Process)| {
+        let ProcessKind::Generate(process) = &process.kind else {
+            return None;
+        };
+        let TextSource::File(file) = &process.generate.prompts else {
+            return None;
+        };
+        let text = regular::read_text(&local(file)?, MAX_TEXT_FILE_BYTES).ok()?;
+        let (width, height) = process.generate.largest_size(prompt_lines(&text))?;
+        Some(ImageBatch {
+            process: u32::try_from(index).ok()?,
+            width,
+            height,
+            images: 1,
+        })
+    };
+    job.process.iter().enumerate().filter_map(of_process).collect()
 }
 
 /// The job (`JobSpec` as JSON) with the bytes of the longest prompt in its files, for the planner.
