@@ -9,6 +9,7 @@ use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
 use super::job_memory::{Job, WorkKind, preserves};
 use super::json::{flag, largest, number, text};
 use super::language_model;
+use super::lm_export;
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
 use super::slider::SliderKind;
@@ -91,7 +92,7 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[Image
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
     if let Some(demand) = of_conversion(kind) {
-        let exported = text_generation::export_memory(counts).filter(|_| kind == "lm_export");
+        let exported = lm_export::memory(body, counts).filter(|_| kind == "lm_export");
         return Some(Demand {
             memory: exported.or(demand.memory),
             ..demand

@@ -11,6 +11,7 @@ pub mod image_batches;
 mod job_memory;
 mod json;
 mod language_model;
+mod lm_export;
 pub mod memory_options;
 mod names;
 pub mod need;

@@ -1,8 +1,7 @@
-//! Predicts the memory and the work of generating texts with a language model (`lm_generate`), and of exporting one (`lm_export`), from the shapes
-//! of the model.
+//! Predicts the memory and the work of generating texts with a language model (`lm_generate`), from the shapes of the model.
 
 use super::device_factors::{
-    CPU, CPU_LANGUAGE, CUDA, DeviceFactors, GPU_GRANULARITY, METAL, Need, Phase, retained_of_blocks,
+    CPU_LANGUAGE, CUDA, DeviceFactors, GPU_GRANULARITY, METAL, Need, Phase, retained_of_blocks,
 };
 use super::json::{dtype_bytes, number, text};
 use super::memory_options::MemoryOptions;
@@ -56,30 +55,6 @@ pub(super) fn estimate(body: &Value, counts: Option<ParameterCounts>) -> Estimat
         }),
     }
 }
-
-/// The memory of a process of type `lm_export`: the largest tensor, the table of embeddings, in float32, with its copies.
-pub(super) fn export_memory(counts: Option<ParameterCounts>) -> Option<MemoryNeed> {
-    let shapes = counts?.decoder?;
-    let table = f64::from(shapes.vocabulary) * f64::from(shapes.width) * 4.0;
-    let need = Need {
-        weights: 0.0,
-        quantised: 0.0,
-        phases: vec![Phase {
-            held: 0.0,
-            transient: EXPORT_COPIES * table + EXPORT_CHUNKS,
-        }],
-        recycled: 0.0,
-        small_fraction: 0.0,
-        returns_freed_memory: true,
-        has_several_images: false,
-    };
-    Some(MemoryNeed::new([[0; 4]; 2], [whole(need.bytes(&CPU)); 4]))
-}
-
-/// Copies of the largest tensor while a model is exported.
-const EXPORT_COPIES: f64 = 2.0;
-/// Bytes of the rows that are converted at a time, with their copies.
-const EXPORT_CHUNKS: f64 = 300e6;
 
 /// The texts of a process.
 #[derive(Clone, Copy, Debug)]
@@ -261,7 +236,7 @@ fn whole(bytes: f64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{cache_rows, estimate, export_memory};
+    use super::{cache_rows, estimate};
     use crate::capability::DeviceKind;
     use crate::plan::parameter_counts::{CompactWeights, ParameterCounts};
     use crate::plan::profile::MemoryProfile;
@@ -318,10 +293,6 @@ mod tests {
         };
         assert!(gib(&body, quantised, MemoryProfile::CpuOnly) < 3.2);
         assert_eq!(estimate(&body, None).memory, None);
-        let export = export_memory(Some(counts()))
-            .unwrap()
-            .under(MemoryProfile::CpuOnly, DeviceKind::Cpu);
-        assert!((1 << 30..3 << 30).contains(&export), "{export}");
     }
 
     #[test]
