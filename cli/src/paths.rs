@@ -1,5 +1,6 @@
 //! The folders of this user: the XDG folders on every system, folders below `~` when they are not set.
 
+use nix::unistd::{AccessFlags, access};
 use std::path::{Path, PathBuf};
 
 /// The folders of this user. Paths only; nothing is created here.
@@ -65,6 +66,12 @@ pub fn nearest_existing(path: &Path) -> &Path {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
 }
 
+/// Whether this user may create files in a folder.
+#[must_use]
+pub fn can_write_in(folder: &Path) -> bool {
+    access(folder, AccessFlags::W_OK | AccessFlags::X_OK).is_ok()
+}
+
 /// Returns the bytes that this user may still write on the disk of a path, which need not exist; `None` if the system
 /// reports none.
 #[must_use]
@@ -101,6 +108,18 @@ pub fn expand(path: &str, base: &Path, env: &dyn Fn(&str) -> Option<String>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_without_the_right_to_write_is_found() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        assert!(can_write_in(folder.path()));
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o555)).unwrap();
+        // Root may write everywhere.
+        assert_eq!(can_write_in(folder.path()), nix::unistd::Uid::effective().is_root());
+        std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(!can_write_in(&folder.path().join("missing")));
+    }
 
     #[test]
     fn xdg_wins_over_home_and_relative_values_are_ignored() {

@@ -49,8 +49,8 @@ pub struct Report {
     pub memory: BTreeMap<String, u64>,
     /// The coordinator's answer where the job could run.
     pub forecast: Option<Forecast>,
-    /// Problems that concern only `aitk run` on this machine: an output folder that cannot be created, a disk without
-    /// enough free space.
+    /// Problems that concern only `aitk run` on this machine: an output folder that cannot be created or written to, a
+    /// disk without enough free space.
     #[serde(rename = "here")]
     pub local_warnings: Vec<String>,
     /// Warning that `cluster.memory_budget` is below the predicted memory.
