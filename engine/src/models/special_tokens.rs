@@ -5,7 +5,7 @@
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tokenizers::{AddedToken, Tokenizer};
 
@@ -25,6 +25,9 @@ const ROLES: [&str; 7] = [
     "mask_token",
 ];
 
+/// The lists of special tokens without a role.
+const MORE: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+
 /// The tokens of roles that a folder does not set, by role: the defaults of a class of tokenizers.
 pub(super) type DefaultTokens = &'static [(&'static str, &'static str)];
 
@@ -33,6 +36,8 @@ pub(super) struct SpecialTokens {
     folder: PathBuf,
     defaults: DefaultTokens,
     settings: serde_json::Map<String, Value>,
+    /// The settings that come from [`TOKENS_MAP`]; the others are those of [`CONFIG`].
+    from_map: BTreeSet<String>,
     added: BTreeMap<u32, AddedToken>,
 }
 
@@ -50,6 +55,7 @@ impl SpecialTokens {
             folder: folder.to_owned(),
             defaults,
             settings: object(CONFIG)?,
+            from_map: BTreeSet::new(),
             added: BTreeMap::new(),
         };
         let mut added = BTreeMap::new();
@@ -65,7 +71,9 @@ impl SpecialTokens {
                 added.insert(id, token);
             }
         } else {
-            special.settings.extend(object(TOKENS_MAP)?);
+            let map = object(TOKENS_MAP)?;
+            special.from_map = map.keys().cloned().collect();
+            special.settings.extend(map);
             let names: Vec<String> = special.role_tokens().into_iter().map(|token| token.content).collect();
             for (text, id) in object(ADDED)? {
                 let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -82,11 +90,32 @@ impl SpecialTokens {
         EngineError::model_config(self.folder.join(file), problem)
     }
 
+    /// The file that a setting comes from.
+    fn file_of(&self, key: &str) -> &'static str {
+        match self.from_map.contains(key) {
+            true => TOKENS_MAP,
+            false => CONFIG,
+        }
+    }
+
+    /// The file that the added tokens come from.
+    fn file_of_added(&self) -> &'static str {
+        match self.settings.contains_key("added_tokens_decoder") {
+            true => CONFIG,
+            false => ADDED,
+        }
+    }
+
+    /// The file that names a special token.
+    fn file_of_special(&self, token: &AddedToken) -> &'static str {
+        let names_it = |key: &&str| self.role(key).is_some_and(|role| role.content == token.content);
+        self.file_of(ROLES.into_iter().find(names_it).unwrap_or(MORE[0]))
+    }
+
     /// The special tokens, with the defaults for roles that the folder does not set.
     fn role_tokens(&self) -> Vec<AddedToken> {
         let named = ROLES.into_iter().filter_map(|key| self.role(key));
-        let more = ["additional_special_tokens", "extra_special_tokens"];
-        let more = more
+        let more = MORE
             .into_iter()
             .filter_map(|key| self.settings.get(key)?.as_array())
             .flatten()
@@ -106,20 +135,23 @@ impl SpecialTokens {
     /// When an added token gets another id than the files say: then the vocabulary is that of another model.
     pub(super) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
         let named = self.role_tokens();
-        let wrong = |error: &dyn std::error::Error| {
-            self.config_error(CONFIG, format!("a special token cannot be added: {error}"))
+        let wrong = |file: &str, token: &AddedToken, error: &dyn std::error::Error| {
+            let text = &token.content;
+            self.config_error(file, format!("the token `{text}` cannot be added: {error}"))
         };
         let known = tokenizer.get_added_tokens_decoder();
         let is_new = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
         for token in self.added.values().filter(is_new) {
             let mut token = token.clone();
             token.special |= named.iter().any(|named| named.content == token.content);
-            tokenizer.add_tokens([token]).map_err(|e| wrong(&*e))?;
+            let result = tokenizer.add_tokens([token.clone()]);
+            result.map_err(|e| wrong(self.file_of_added(), &token, &*e))?;
         }
         let known = tokenizer.get_added_tokens_decoder();
         let is_new = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
         for token in named.iter().filter(is_new) {
-            tokenizer.add_special_tokens([token.clone()]).map_err(|e| wrong(&*e))?;
+            let result = tokenizer.add_special_tokens([token.clone()]);
+            result.map_err(|e| wrong(self.file_of_special(token), token, &*e))?;
         }
         for (id, token) in &self.added {
             let got = tokenizer.token_to_id(&token.content);
@@ -127,11 +159,7 @@ impl SpecialTokens {
                 let got = got.map_or("none".to_owned(), |id| id.to_string());
                 let text = &token.content;
                 return Err(self.config_error(
-                    if self.settings.contains_key("added_tokens_decoder") {
-                        CONFIG
-                    } else {
-                        ADDED
-                    },
+                    self.file_of_added(),
                     format!(
                         "the added token `{text}` should have the id {id}, but gets {got}: this file and the vocabulary \
                          belong to different models"
@@ -149,7 +177,7 @@ impl SpecialTokens {
     pub(super) fn id(&self, key: &str, tokenizer: &Tokenizer) -> Result<u32> {
         let text = self.role(key).map(|token| token.content).unwrap_or_default();
         let id = tokenizer.token_to_id(&text);
-        id.ok_or_else(|| self.config_error(CONFIG, format!("{key} `{text}` is not in the vocabulary")))
+        id.ok_or_else(|| self.config_error(self.file_of(key), format!("{key} `{text}` is not in the vocabulary")))
     }
 
     /// The number of ids per prompt according to the folder. 77 if the folder has no usable number: early SD 2 folders
@@ -177,4 +205,47 @@ fn token(value: &Value, special: bool) -> Option<AddedToken> {
     token.rstrip = flag("rstrip").unwrap_or(false);
     token.single_word = flag("single_word").unwrap_or(false);
     Some(token)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use tokenizers::models::bpe::BPE;
+
+    #[test]
+    fn errors_name_the_file_that_a_token_comes_from() {
+        let error = |files: &[(&str, &str)]| {
+            let folder = tempfile::tempdir().unwrap();
+            for (name, text) in files {
+                std::fs::write(folder.path().join(name), text).unwrap();
+            }
+            let special = SpecialTokens::read(folder.path(), &[("bos_token", "<usual>")]).unwrap();
+            let tokenizer = Tokenizer::new(BPE::default());
+            special.id("bos_token", &tokenizer).unwrap_err().to_string()
+        };
+        let token = r#"{"bos_token": "<none>"}"#;
+        let other = r#"{"bos_token": "<other>"}"#;
+        for (files, file, text) in [
+            (&[(CONFIG, token)][..], CONFIG, "<none>"),
+            (&[(TOKENS_MAP, token)][..], TOKENS_MAP, "<none>"),
+            // The map has precedence, where the config does not list the added tokens.
+            (&[(CONFIG, other), (TOKENS_MAP, token)][..], TOKENS_MAP, "<none>"),
+            (
+                &[
+                    (CONFIG, r#"{"bos_token": "<none>", "added_tokens_decoder": {}}"#),
+                    (TOKENS_MAP, other),
+                ][..],
+                CONFIG,
+                "<none>",
+            ),
+            (&[][..], CONFIG, "<usual>"),
+        ] {
+            let error = error(files);
+            assert!(
+                error.contains(file) && error.contains(&format!("bos_token `{text}` is not in the vocabulary")),
+                "{error}"
+            );
+        }
+    }
 }
