@@ -6,71 +6,16 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What comes before the output of an extension's program in a message: no words of ours.
-const PROGRAM_OUTPUT: &str = "; the end of its standard error: ";
-
 /// Prefixes the message with the file, line and key that it is about, if it names a key, or a path that the config names.
 /// `local_paths`: path in the config -> path on this machine.
 pub(crate) fn with_config_location(job: &Value, local_paths: &BTreeMap<String, PathBuf>, message: String) -> String {
     let Ok(job) = JobSpec::deserialize(job) else {
         return message;
     };
-    match find_key(&job, local_paths, &message) {
-        Some((key, true)) => {
-            // The finding begins with the whole key.
-            let rest = message.split_once(": ").map_or("", |(_, rest)| rest);
-            job.finding(key, rest.to_owned()).to_string()
-        }
-        Some((key, false)) => job.finding(key, message).to_string(),
-        None => message,
-    }
-}
-
-/// The key that a message is about, and whether the message begins with it.
-fn find_key(job: &JobSpec, local_paths: &BTreeMap<String, PathBuf>, message: &str) -> Option<(String, bool)> {
     let local = |input: &Input| Some(local_paths.get(&input.config_path)?.display().to_string());
-    let about_input = |text: &str| job.input_named_in(text, local).map(|input| input.key);
-    let own = match job.extension() {
-        Some(name) => {
-            let begin = format!("the extension `{name}`");
-            message.strip_prefix(begin.as_str()).unwrap_or(message)
-        }
+    match job.finding_named_in(&message, "", local) {
+        Some(finding) => finding.to_string(),
         None => message,
-    };
-    let own = own.split(PROGRAM_OUTPUT).next().unwrap_or(own);
-    if let Some((beginning, rest)) = own.split_once(": ") {
-        let is_path = about_input(beginning).is_some();
-        if let Some(key) = known_key(job, beginning).filter(|_| beginning.contains('.') || !is_path) {
-            return Some((key, !rest.is_empty()));
-        }
-        let section = beginning
-            .split_once('.')
-            .filter(|_| !is_path && !beginning.contains(['/', ' ']));
-        if let Some(key) = section.and_then(|(section, _)| known_key(job, section)) {
-            return Some((key, false));
-        }
-    }
-    // Keys in messages look like `train.lr`; a single word may be anything.
-    let quoted = own.split('`').skip(1).step_by(2).filter(|quoted| quoted.contains('.'));
-    // An extension is the only process of its job. Keys of its own settings have no positions.
-    let own_setting = |quoted: &str| {
-        let is_own = job.extension().is_some() && quoted.starts_with("config.");
-        is_own.then(|| format!("config.process[0].{quoted}"))
-    };
-    let mut keys = quoted.filter_map(|quoted| own_setting(quoted).or_else(|| known_key(job, quoted)));
-    keys.next().or_else(|| about_input(own)).map(|key| (key, false))
-}
-
-/// The only key of the config that is this one, or ends with it.
-fn known_key(job: &JobSpec, text: &str) -> Option<String> {
-    let is_it = |key: &&String| {
-        let before = key.strip_suffix(text);
-        before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
-    };
-    let mut keys = job.positions.keys().filter(is_it);
-    match (text.is_empty(), keys.next(), keys.next()) {
-        (false, Some(key), None) => Some(key.clone()),
-        _ => None,
     }
 }
 

@@ -218,13 +218,12 @@ fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<
     ))
 }
 
-/// Prefixes a problem with the file, line and key of the input of this process that it names, if it names one.
+/// Prefixes a problem with the file, line and key of this process that it is about, if it names a key or an input.
 #[cfg(feature = "embedded")]
-pub(super) fn at_input(spec: &JobSpec, process: usize, directory: &Path, problem: &str) -> String {
+pub(super) fn at_key(spec: &JobSpec, process: usize, directory: &Path, problem: &str) -> String {
     let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
-    let is_of_process = |input: &Input| input.key.starts_with(&format!("config.process[{process}]."));
-    match spec.input_named_in(problem, local).filter(is_of_process) {
-        Some(input) => spec.finding(input.key, problem.to_owned()).to_string(),
+    match spec.finding_named_in(problem, &format!("config.process[{process}]."), local) {
+        Some(finding) => finding.to_string(),
         None => problem.to_owned(),
     }
 }
@@ -263,7 +262,7 @@ async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, director
                     tokio::task::spawn_blocking(move || aitk_engine::processes::preview(&spec, &training, &inputs));
                 let mut data = previewed.await.unwrap_or_default();
                 for problem in &mut data.problems {
-                    *problem = at_input(&loaded.spec, process, directory, problem);
+                    *problem = at_key(&loaded.spec, process, directory, problem);
                 }
                 data
             },

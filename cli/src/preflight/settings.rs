@@ -3,7 +3,7 @@
 use super::models::GivenParts;
 use crate::context::env;
 use crate::paths::expand;
-use aitk_common::job::{JobSpec, ProcessKind};
+use aitk_common::job::{Input, JobSpec, ProcessKind};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ fn problem_of(spec: &JobSpec, index: usize, directory: &Path) -> Option<String> 
         .map(|path| expand(path, directory, &env))
         .filter(|path| path.exists());
     let error = aitk_engine::processes::check_settings(process, &model, &parts, pretrained.as_deref()).err()?;
-    Some(finding(spec, index, error.to_string()))
+    Some(finding(spec, index, directory, error.to_string()))
 }
 
 /// Why a process of a language model cannot start. Paths that do not exist are reported elsewhere.
@@ -56,15 +56,17 @@ fn language_model_problem(spec: &JobSpec, index: usize, directory: &Path) -> Opt
         return None;
     }
     let error = aitk_engine::processes::check_language_model(spec, spec.process.get(index)?, &inputs).err()?;
-    Some(finding(spec, index, error.to_string()))
+    Some(finding(spec, index, directory, error.to_string()))
 }
 
-/// An error of a process as a finding. Errors of a key begin with it.
-fn finding(spec: &JobSpec, index: usize, message: String) -> String {
+/// An error of a process as a finding. Errors of a key begin with it; others may name a key or an input.
+fn finding(spec: &JobSpec, index: usize, directory: &Path, message: String) -> String {
     let is_key = |text: &&str| text.chars().all(|c| c.is_ascii_alphanumeric() || "._[]".contains(c));
-    let (key, message) = match message.split_once(": ").filter(|(key, _)| is_key(key)) {
-        Some((key, rest)) => (format!("config.process[{index}].{key}"), rest.to_owned()),
-        None => (format!("config.process[{index}]"), message),
-    };
-    spec.finding(key, message).to_string()
+    let section = format!("config.process[{index}]");
+    if let Some((key, rest)) = message.split_once(": ").filter(|(key, _)| is_key(key)) {
+        return spec.finding(format!("{section}.{key}"), rest.to_owned()).to_string();
+    }
+    let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
+    let named = spec.finding_named_in(&message, &format!("{section}."), local);
+    named.unwrap_or_else(|| spec.finding(section, message)).to_string()
 }

@@ -1,7 +1,7 @@
 //! The sizes of the images that a job makes or trains on: finds those that are too large for its model.
 
 use super::models::GivenParts;
-use super::report::{ProcessReport, at_input};
+use super::report::{ProcessReport, at_key};
 use crate::context::env;
 use crate::paths::expand;
 use aitk_common::fsutil::regular;
@@ -117,7 +117,7 @@ fn problems_of(spec: &JobSpec, index: usize, images: &[SizedImages], directory: 
         let (width, height) = images.size;
         let problem = format!("{}{}", images.prefix, limit.check(width, height).err()?);
         Some(match images.key.is_empty() {
-            true => at_input(spec, index, directory, &problem),
+            true => at_key(spec, index, directory, &problem),
             false => spec.finding(images.key.clone(), problem).to_string(),
         })
     });

@@ -35,6 +35,7 @@ pub mod lm_export;
 pub mod lm_generate;
 pub mod lm_trainer;
 mod load;
+mod location;
 pub mod logging;
 pub mod lokr;
 pub mod lora_containers;

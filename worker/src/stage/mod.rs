@@ -86,7 +86,11 @@ pub(crate) async fn stage_inputs(
             // Fetching it again would not help.
             StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. } => Outcome::Failed {
                 cause: FailureCause::BadInput,
-                message: format!("the input {config_path:?} cannot be used: {error}"),
+                message: at_path(
+                    job,
+                    config_path,
+                    format!("the input {config_path:?} cannot be used: {error}"),
+                ),
             },
             error => storage_failure(&format!("could not fetch the input {config_path:?}"), &error),
         })?;
@@ -116,6 +120,20 @@ pub(crate) async fn stage_inputs(
         staged.resume = Some(checkpoint.folder().to_owned());
     }
     Ok(staged)
+}
+
+/// The message with the file and line of a key of the config.
+fn at_key(job: &JobSpec, key: &str, message: String) -> String {
+    job.finding(key.to_owned(), message).to_string()
+}
+
+/// The message with the file, line and key at which the config names this path.
+fn at_path(job: &JobSpec, config_path: &str, message: String) -> String {
+    let input = job.inputs().into_iter().find(|input| input.config_path == config_path);
+    match input {
+        Some(input) => at_key(job, &input.key, message),
+        None => message,
+    }
 }
 
 /// Fetches the models that the config names by their repository.
@@ -158,7 +176,7 @@ async fn stage_models(
                     // Another worker may have the token.
                     return Err(Outcome::Failed {
                         cause: FailureCause::Machine,
-                        message: format!("{}: {refusal}; {message}", input.key),
+                        message: at_key(job, &input.key, format!("{refusal}; {message}")),
                     });
                 }
                 _ => {}
@@ -173,7 +191,7 @@ async fn stage_models(
             };
             Outcome::Failed {
                 cause,
-                message: format!("{}: {error}", input.key),
+                message: at_key(job, &input.key, error.to_string()),
             }
         })?;
         if let Some(commit) = hub::commit_of(&folder).filter(|_| request.revision.is_none() && !assignment.local) {
@@ -189,4 +207,30 @@ async fn stage_models(
         staged.inputs.insert(path, folder);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{at_key, at_path};
+    use aitk_common::job::{Format, LoadOptions, parse};
+
+    #[test]
+    fn what_cannot_be_staged_is_named_with_its_line_in_the_config() {
+        let config = "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n      training_folder: out\n      model:\n        \
+                      name_or_path: o/n\n      network: {type: lora}\n      datasets:\n        - folder_path: data/cats\n";
+        let job = parse(config, Format::Yaml, Some("my.yaml"), &LoadOptions::default());
+        let job = job.unwrap().spec;
+        assert_eq!(
+            at_path(&job, "data/cats", "it cannot be used".to_owned()),
+            "my.yaml:11:11: config.process[0].datasets[0].folder_path: it cannot be used"
+        );
+        assert_eq!(
+            at_path(&job, "dogs", "it cannot be used".to_owned()),
+            "it cannot be used"
+        );
+        assert_eq!(
+            at_key(&job, "config.process[0].model.name_or_path", "not found".to_owned()),
+            "my.yaml:8:9: config.process[0].model.name_or_path: not found"
+        );
+    }
 }
