@@ -6,6 +6,8 @@
 
 mod code;
 mod grid;
+#[cfg(test)]
+mod shipped;
 
 use crate::args::{DemoArgs, DemoKind};
 use crate::commands::run::{RunOptions, run_embedded};
@@ -24,7 +26,8 @@ use include_dir::{Dir, include_dir};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-static FILES: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/../config/demo");
+/// The files of `config/demo` that `build.rs` copied (`shipped.rs`).
+static FILES: Dir<'_> = include_dir!("$OUT_DIR/demo");
 
 /// The path of the demo's folder in its config, relative to the root of the repository.
 const SHIPPED_AT: &str = "config/demo/";
