@@ -7,6 +7,8 @@ mod dataset;
 #[cfg(feature = "embedded")]
 mod embeddings;
 mod inputs;
+#[cfg(feature = "embedded")]
+mod location;
 mod models;
 mod output;
 mod report;

@@ -2,6 +2,8 @@
 
 #[cfg(feature = "embedded")]
 use super::dataset::dataset_problem;
+#[cfg(feature = "embedded")]
+use super::location::at_key;
 use super::models::{self, ModelReport};
 use super::output;
 #[cfg(feature = "embedded")]
@@ -15,7 +17,7 @@ use crate::submission_data::largest_images;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::Forecast;
 #[cfg(feature = "embedded")]
-use aitk_common::job::{Input, InputKind};
+use aitk_common::job::InputKind;
 use aitk_common::job::{JobSpec, LoadedJob};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::image_batches::ImageBatch;
@@ -137,7 +139,9 @@ impl Report {
         {
             let changed = sizes::changed_sizes(spec, directory).await;
             report.largest_images.extend(sizes::changed_batches(&changed));
-            let too_large = sizes::size_problems(spec, directory, &report.trainings, &changed).await;
+            let trainings = report.trainings.iter();
+            let previews: Vec<_> = trainings.map(|training| (training.process, &training.data)).collect();
+            let too_large = sizes::size_problems(spec, directory, &previews, &changed).await;
             report.missing.extend(too_large);
         }
         #[cfg(not(feature = "embedded"))]
@@ -216,16 +220,6 @@ fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<
         size(budget),
         size(smallest)
     ))
-}
-
-/// Prefixes a problem with the file, line and key of this process that it is about, if it names a key or an input.
-#[cfg(feature = "embedded")]
-pub(super) fn at_key(spec: &JobSpec, process: usize, directory: &Path, problem: &str) -> String {
-    let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
-    match spec.finding_named_in(problem, &format!("config.process[{process}]."), local) {
-        Some(finding) => finding.to_string(),
-        None => problem.to_owned(),
-    }
 }
 
 #[cfg_attr(not(feature = "embedded"), allow(unused_variables, clippy::unused_async))]

@@ -1,9 +1,10 @@
 //! Checks what depends on the files of a model: the settings of trainings, and the prompts and data sets of language models.
 
+use super::location::named_finding;
 use super::models::GivenParts;
 use crate::context::env;
 use crate::paths::expand;
-use aitk_common::job::{Input, JobSpec, ProcessKind};
+use aitk_common::job::{JobSpec, ProcessKind};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -66,7 +67,6 @@ fn finding(spec: &JobSpec, index: usize, directory: &Path, message: String) -> S
     if let Some((key, rest)) = message.split_once(": ").filter(|(key, _)| is_key(key)) {
         return spec.finding(format!("{section}.{key}"), rest.to_owned()).to_string();
     }
-    let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
-    let named = spec.finding_named_in(&message, &format!("{section}."), local);
+    let named = named_finding(spec, index, directory, &message);
     named.unwrap_or_else(|| spec.finding(section, message)).to_string()
 }

@@ -1,7 +1,7 @@
 //! The sizes of the images that a job makes or trains on: finds those that are too large for its model.
 
+use super::location::at_key;
 use super::models::GivenParts;
-use super::report::{ProcessReport, at_key};
 use crate::context::env;
 use crate::paths::expand;
 use aitk_common::fsutil::regular;
@@ -11,7 +11,7 @@ use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::values::TextSource;
 use aitk_common::job::{InputKind, JobSpec, ProcessKind};
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
-use aitk_engine::processes::changed_image_sizes;
+use aitk_engine::processes::{TrainingPreview, changed_image_sizes};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -68,18 +68,16 @@ pub(super) fn changed_batches(sizes: &ChangedSizes) -> impl Iterator<Item = Imag
 
 /// Returns an error for each size of images that is larger than the model of its process can make or be trained on. Samples of trainings
 /// are checked with the other settings of a training. Models that are not here, or that cannot be read, are reported elsewhere.
+/// `previews`: the data of each training, with the index of its process.
 pub(super) async fn size_problems(
     spec: &JobSpec,
     directory: &Path,
-    trainings: &[ProcessReport],
+    previews: &[(usize, &TrainingPreview)],
     changed: &ChangedSizes,
 ) -> Vec<String> {
     let mut images: BTreeMap<usize, Vec<SizedImages>> = BTreeMap::new();
-    for training in trainings {
-        images
-            .entry(training.process)
-            .or_default()
-            .extend(trained_images(training));
+    for (index, preview) in previews {
+        images.entry(*index).or_default().extend(trained_images(preview));
     }
     for (index, process) in spec.process.iter().enumerate() {
         if let ProcessKind::Generate(process) = &process.kind {
@@ -127,8 +125,8 @@ fn problems_of(spec: &JobSpec, index: usize, images: &[SizedImages], directory: 
 }
 
 /// The images that a training reads: one for each bucket. The data set is named by its path, from which the key follows.
-fn trained_images(training: &ProcessReport) -> Vec<SizedImages> {
-    let sets = training.data.datasets.iter();
+fn trained_images(preview: &TrainingPreview) -> Vec<SizedImages> {
+    let sets = preview.datasets.iter();
     let buckets = sets.flat_map(|set| {
         set.buckets.iter().map(move |bucket| SizedImages {
             key: String::new(),
