@@ -45,7 +45,8 @@ fn img2img_uses_captions_as_prompts() {
         before.iter().max_by_key(|(width, height)| width * height),
         Some(&(64, 64))
     );
-    assert_eq!(changed_image_sizes(&parsed, process, &BTreeMap::new()), BTreeSet::new());
+    let missing = BTreeMap::from([(data.display().to_string(), dir.path().join("missing"))]);
+    assert_eq!(changed_image_sizes(&parsed, process, &missing), BTreeSet::new());
     let (outcome, events) = run_spec(&attempt);
     assert_eq!(outcome, Outcome::Completed);
     let generated = images(&events);
