@@ -77,3 +77,28 @@ fn images_beyond_the_positions_of_a_model_are_found_before_the_run() {
         assert!(said.contains(key) && said.contains(limit), "{key} is not in\n{said}");
     }
 }
+
+/// Images with fewer pixels than the resolution keep their size, so the prediction needs the sizes of the images.
+#[test]
+fn the_predicted_memory_of_changed_images_follows_their_sizes() {
+    let home = Home::new();
+    let bytes = |data: &str, side: u32| {
+        std::fs::create_dir(home.path().join(data)).unwrap();
+        let image = image::RgbImage::from_pixel(side, side, image::Rgb([9, 99, 199]));
+        image.save(home.path().join(data).join("a.png")).unwrap();
+        home.write(&format!("{data}/a.txt"), "a red circle");
+        home.write(
+            "job.yaml",
+            &format!(
+                "job: extension\nconfig:\n  name: images\n  process:\n    - type: batch_img2img\n      output_folder: out\n      model: \
+                 {{name_or_path: {TINY}, dtype: float32}}\n      generate: {{sampler: ddim, sample_steps: 2}}\n      datasets:\n        - \
+                 {{folder_path: {data}, resolution: 1024}}\n"
+            ),
+        );
+        let output = home.aitk().args(["validate", "job.yaml", "--json"]).output().unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        report["memory"]["gpu, full_gpu"].as_u64().unwrap()
+    };
+    let (small, large) = (bytes("small", 128), bytes("large", 1024));
+    assert!(small < large, "{small} {large}");
+}
