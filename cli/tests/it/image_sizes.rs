@@ -97,7 +97,7 @@ fn the_predicted_memory_of_changed_images_follows_their_sizes() {
         );
         let output = home.aitk().args(["validate", "job.yaml", "--json"]).output().unwrap();
         let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        report["memory"]["gpu, full_gpu"].as_u64().unwrap()
+        report["memory"]["processor, cpu_only"].as_u64().unwrap()
     };
     let (small, large) = (bytes("small", 128), bytes("large", 1024));
     assert!(small < large, "{small} {large}");
