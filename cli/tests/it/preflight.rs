@@ -512,6 +512,31 @@ fn control_images_are_counted_and_a_missing_one_is_named() {
 }
 
 #[test]
+fn a_missing_pair_of_an_image_is_named() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    images(&home, "before", 4);
+    training(
+        &home,
+        "job",
+        TINY,
+        10,
+        "unconditional_path: before, guidance_type: polarity",
+    );
+    let validate = || {
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        let said = format!("{}{}", out(&output), err(&output));
+        (code(&output), said.split_whitespace().collect::<Vec<_>>().join(" "))
+    };
+    let (exit, said) = validate();
+    assert!(exit == 0 && said.contains("4 with paired images"), "{said}");
+    std::fs::remove_file(home.path().join("before/2.png")).unwrap();
+    let (exit, said) = validate();
+    let parts = ["1 of 4 images have no paired image", "data/2.png", "unconditional_path"];
+    assert!(exit == 1 && parts.iter().all(|part| said.contains(part)), "{said}");
+}
+
+#[test]
 fn a_resumed_run_does_not_need_its_initial_lora() {
     let home = Home::new();
     images(&home, "data", 4);

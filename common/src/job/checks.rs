@@ -94,6 +94,7 @@ impl TrainerProcess {
         check_prompts(self, cx);
         check_targets(self, cx);
         check_compared_images(self, cx);
+        self.check_paired_images(cx);
         if model.lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.lora_path",

@@ -19,19 +19,19 @@ choices! {
 }
 
 choices! {
-    /// How paired images guide a training.
+    /// How paired images guide a training: the loss of an image and its pair (docs/losses.md).
     pub enum GuidanceType("guidance type") {
-        /// Targeted.
+        /// The image is learned most where it differs from its pair.
         Targeted = "targeted", Works;
-        /// Polarity.
+        /// The image is learned with the adapter, its pair with the adapter at the opposite strength.
         Polarity = "polarity", Works;
-        /// Both.
+        /// Both are learned, with noise that leads away from the other.
         TargetedPolarity = "targeted_polarity", Works;
-        /// Direct.
+        /// Their predictions are combined as classifier-free guidance combines its two.
         Direct = "direct", Works;
-        /// Tnt.
+        /// The image is learned, and its pair unlearned a little ("this, not that").
         Tnt = "tnt", Works;
-        /// For flow models.
+        /// Of flow models: the image is learned where it differs from its pair, and elsewhere what the model predicts is kept.
         TargetedFlow = "targeted_flow", Works;
     }
 }
@@ -211,10 +211,11 @@ section! {
         invert_mask: bool = false, Works;
         /// Weight of black in the mask.
         mask_min_value: f64 = 0.0, Works;
-        /// Paired images for guidance.
-        unconditional_path: Option<String> = None, Refused("no paired images"), input ControlImages;
-        /// How the paired images guide the training.
-        guidance_type: GuidanceType = GuidanceType::Targeted, DependsOn("unconditional_path");
+        /// Folder of paired images, such as the same scenes without what is learned: for each image a file of the same stem, flipped,
+        /// scaled and cropped like the image. The loss compares both.
+        unconditional_path: Option<String> = None, Works, input ControlImages;
+        /// The loss of an image and its pair; see docs/losses.md.
+        guidance_type: GuidanceType = GuidanceType::Targeted, Works;
         /// Above 1: a video data set.
         num_frames: u32 = 1, Refused("no video models yet");
         /// Spread the frames over the clip.
@@ -310,12 +311,15 @@ fn check_augmentations(dataset: &DatasetConfig, path: &str, report: &mut Support
         path,
         report,
     );
-    let follows = dataset.control_key().is_some() || dataset.mask_path.is_some() || dataset.alpha_mask;
+    let follows = dataset.control_key().is_some()
+        || dataset.unconditional_path.is_some()
+        || dataset.mask_path.is_some()
+        || dataset.alpha_mask;
     let shifts = |entry: &serde_json::Value| entry.get("method").is_some_and(|name| name == "ShiftScaleRotate");
     if follows && dataset.replay_transforms && entries.iter().any(shifts) {
         report.error(
             join(path, "augmentations"),
-            "ai-toolkit does not apply `ShiftScaleRotate` to masks and control images, so they would not fit their images: use \
+            "ai-toolkit does not apply `ShiftScaleRotate` to masks, control images and pairs, so they would not fit their images: use \
              `Rotate`, or set `replay_transforms: false` if they should stay as they are",
         );
     }
@@ -394,6 +398,7 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         &mut dataset.folder_path,
         &mut dataset.dataset_path,
         &mut dataset.mask_path,
+        &mut dataset.unconditional_path,
         &mut dataset.inpaint_path,
     ] {
         if path.as_deref() == Some("") {
@@ -539,6 +544,7 @@ impl DatasetConfig {
             (self.mask_path.is_some(), "mask_path", fixed),
             (self.alpha_mask, "alpha_mask", fixed),
             (!self.control_path.is_empty(), "control_path", fixed),
+            (self.unconditional_path.is_some(), "unconditional_path", fixed),
             (self.control_from_same_folder, "control_from_same_folder", fixed),
             (self.size.is_some(), "size", squares),
         ]

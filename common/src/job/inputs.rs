@@ -51,6 +51,7 @@ impl JobSpec {
                     ("folder_path", dataset.dataset_path.is_some()),
                     // The image's alpha channel wins.
                     ("mask_path", dataset.alpha_mask || !trains),
+                    ("unconditional_path", !trains),
                     ("random_triggers", !trains),
                 ];
                 let unopened = unopened.into_iter().filter(|(_, is_unopened)| *is_unopened);

@@ -50,6 +50,7 @@ mod objective;
 pub mod optimizer;
 pub mod optimizer_params;
 mod outputs;
+mod paired_images;
 pub mod paths;
 pub mod process;
 mod process_type;

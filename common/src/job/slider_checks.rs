@@ -359,8 +359,8 @@ fn warn_of_noise(train: &TrainConfig, cx: &mut ReadContext) {
     }
 }
 
-/// Warns of keys whose losses and noise a slider does not use.
-fn warn_of_ineffective(train: &TrainConfig, cx: &mut ReadContext) {
+/// The keys of `train` with a value for losses and noise that neither a slider nor paired images use.
+pub(super) fn keys_of_other_losses(train: &TrainConfig) -> Vec<&'static str> {
     let keys = [
         (train.loss_type != LossType::Mse, "loss_type"),
         (train.loss_target != LossTarget::Noise, "loss_target"),
@@ -385,7 +385,12 @@ fn warn_of_ineffective(train: &TrainConfig, cx: &mut ReadContext) {
         (train.target_noise_multiplier != 1.0, "target_noise_multiplier"),
         (train.timestep_type == TimestepType::NextSample, "timestep_type"),
     ];
-    for (_, key) in keys.into_iter().filter(|(on, _)| *on) {
+    keys.into_iter().filter_map(|(on, key)| on.then_some(key)).collect()
+}
+
+/// Warns of keys whose losses and noise a slider does not use.
+fn warn_of_ineffective(train: &TrainConfig, cx: &mut ReadContext) {
+    for key in keys_of_other_losses(train) {
         cx.warn_at(
             &format!("train.{key}"),
             "has no effect on a slider, which has losses of its own (docs/sliders.md)",

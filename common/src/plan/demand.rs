@@ -11,6 +11,7 @@ use super::json::{flag, largest, number, text};
 use super::language_model;
 use super::lm_export;
 use super::need::MemoryNeed;
+use super::paired_images::compared_work;
 use super::parameter_counts::ParameterCounts;
 use super::slider::SliderKind;
 use super::text_generation;
@@ -172,6 +173,7 @@ fn of_conversion(kind: &str) -> Option<Demand> {
 fn accumulated(body: &Value) -> f64 {
     let preserved = if preserves(body) { 1.0 + 1.0 / 3.0 } else { 0.0 };
     let compared = f64::from(u8::from(uses_base(body)) + u8::from(flag(body, "/train/do_guidance_loss"))) / 3.0;
+    let compared = compared + compared_work(body);
     let work = SliderKind::of(body).map_or(1.0 + preserved + compared, |slider| slider.work(body));
     number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * work
 }

@@ -17,6 +17,7 @@ mod names;
 pub mod need;
 pub mod optimizers;
 pub mod output;
+mod paired_images;
 pub mod parameter_counts;
 pub mod phases;
 pub mod profile;

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::testing::{fixtures, gap};
+use aitk_common::job::dataset::GuidanceType;
 use candle_core::{Device, Tensor};
 use image::{Rgb, RgbImage};
 use proptest::prelude::*;
@@ -166,6 +167,48 @@ fn each_image_has_the_control_image_of_its_stem() {
         std::fs::write(root.join("two/b.PNG"), bytes).unwrap();
         let message = error(options(root, &["two"]));
         assert!(message.contains("two/b.PNG"), "{message}");
+    }
+}
+
+#[test]
+fn pairs_of_images_follow_them_and_a_missing_one_is_an_error() {
+    let dir = copied();
+    let paired = |folder: &str| {
+        let mut options = options(dir.path(), &[folder]);
+        let controls = options.controls.as_mut().unwrap();
+        (controls.role, controls.background) = (ControlRole::Paired, None);
+        (options.flip_x, options.guidance) = (true, Some(GuidanceType::Polarity));
+        options
+    };
+    let (dataset, _) = open(paired("controls"));
+    for item in &dataset.items {
+        let control = item.control.as_ref().unwrap();
+        assert_eq!(control.path.file_stem(), item.path.file_stem());
+        // An image that is its own pair has the same pixels, also flipped.
+        let itself = Control {
+            path: item.path.clone(),
+            content: item.content.clone(),
+            ..control.clone()
+        };
+        let pixels = load_control(item, &itself, &[]).unwrap();
+        assert_eq!(gap(&pixels, &load_pixels(item).unwrap()), 0.0);
+    }
+    let report = DatasetReport::read(&paired("controls"), "data", UNIT).unwrap();
+    assert_eq!(report.controls_noun, "paired images");
+    let stem = dataset.items[0]
+        .path
+        .file_stem()
+        .unwrap()
+        .to_string_lossy()
+        .into_owned();
+    std::fs::remove_file(&dataset.items[0].control.as_ref().unwrap().path).unwrap();
+    let message = error(paired("controls"));
+    for part in [
+        "have no paired image",
+        format!("there is no {stem}.jpg").as_str(),
+        "(datasets: unconditional_path)",
+    ] {
+        assert!(message.contains(part), "{part} in {message}");
     }
 }
 

@@ -23,6 +23,8 @@ pub enum ControlRole {
     Condition,
     /// The negative end of a slider whose positive end is the image.
     Negative,
+    /// What the image is compared with while it is trained (`unconditional_path`).
+    Paired,
 }
 
 impl ControlRole {
@@ -31,6 +33,7 @@ impl ControlRole {
         match self {
             Self::Condition => "control image",
             Self::Negative => "negative image",
+            Self::Paired => "paired image",
         }
     }
 
@@ -39,6 +42,7 @@ impl ControlRole {
         match self {
             Self::Condition => "datasets: control_path",
             Self::Negative => "slider.datasets: neg_folder",
+            Self::Paired => "datasets: unconditional_path",
         }
     }
 }
@@ -63,6 +67,7 @@ impl ControlOptions {
         match self.role {
             ControlRole::Condition => "control images",
             ControlRole::Negative => "negative images",
+            ControlRole::Paired => "paired images",
         }
     }
 
@@ -189,6 +194,9 @@ impl ControlFiles {
                 "Add one for each image, or move images without one to a data set without `control_path`"
             }
             ControlRole::Negative => "Add one for each image, or move images without one to another folder",
+            ControlRole::Paired => {
+                "Add one for each image, or move images without one to a data set without `unconditional_path`"
+            }
         };
         EngineError::bad_input(format!(
             "{}: {} of {images} images have no {}. The first is {}: there is no {stem}.jpg, {stem}.jpeg, {stem}.png or \

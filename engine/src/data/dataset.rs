@@ -18,6 +18,7 @@ use super::training_image::{Control, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::rng::generator_for;
+use aitk_common::job::dataset::GuidanceType;
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -70,6 +71,8 @@ pub struct DatasetOptions {
     pub masks: Option<MaskOptions>,
     /// Control images. `None`: the images are trained without them.
     pub controls: Option<ControlOptions>,
+    /// The loss of an image and the control image that is its pair. `None`: the usual loss.
+    pub guidance: Option<GuidanceType>,
     /// Control images that are other images of the data set, drawn each time. `None`: those of `controls`.
     pub augmented_controls: Option<AugmentedControlOptions>,
     /// Each file has two images side by side: the right half is the image, the left half its control image.
@@ -119,6 +122,7 @@ impl Default for DatasetOptions {
             augmentations: Augmentations::default(),
             masks: None,
             controls: None,
+            guidance: None,
             augmented_controls: None,
             side_by_side: false,
             network_weight: 1.0,

@@ -86,7 +86,8 @@ impl TrainingImage {
     }
 }
 
-/// The control image of one image: what the model changes into the image, or the negative end of a slider.
+/// The control image of one image: what the model changes into the image, the negative end of a slider, or what the loss compares the image
+/// with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Control {
     /// The half of the file that is the image. `None`: all of it.

@@ -16,6 +16,7 @@ mod lr_factors;
 mod merging;
 mod objective;
 mod options;
+mod paired_images;
 mod preservation;
 mod preview;
 mod prompts;
@@ -402,6 +403,9 @@ mod network_layer_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod our_lora_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod paired_image_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod portable_tests;

@@ -137,7 +137,7 @@ pub(super) fn spread_loss(prediction: &Tensor, deviation: f64) -> Result<Tensor>
 }
 
 /// One number per item, [b, 1], as [b, 1, …] in the rank of `x`.
-fn as_items(values: &Tensor, x: &Tensor) -> Result<Tensor> {
+pub(super) fn as_items(values: &Tensor, x: &Tensor) -> Result<Tensor> {
     let mut shape = vec![1; x.rank()];
     shape[0] = x.dim(0)?;
     Ok(values.reshape(shape)?)

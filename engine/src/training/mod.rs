@@ -6,6 +6,7 @@
 //!   (`docs/randomness.md`).
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
 //! - [`slider_loss`]: the loss of a slider.
+//! - [`PairedBatch`]: the losses of image pairs.
 //! - [`CachedTextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
 mod cached_text_embeddings;
@@ -22,6 +23,7 @@ mod loss;
 mod loss_scale;
 mod masks;
 mod objective;
+mod paired_images;
 mod pixel_options;
 mod random;
 mod slider;
@@ -41,6 +43,7 @@ pub use learned_snr::{LEARNED_SNR_FILE, LearnedSnr, LearnedWeights, SharedLearne
 pub use loss::{GuidanceLoss, LossInputs, LossKind, LossOptions, MicroBatch, Predict, X0Loss, loss, noisy_latents};
 pub use masks::LossMasks;
 pub use objective::{DrawInputs, NoiseDraw, Objective};
+pub use paired_images::{PairedBatch, paired_noise, paired_strength};
 pub use pixel_options::PixelOptions;
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};

@@ -7,6 +7,7 @@ mod full;
 mod lycoris;
 mod noise_options;
 mod options;
+mod paired_images;
 mod portable;
 mod sd35;
 mod targets;

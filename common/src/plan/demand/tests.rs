@@ -545,6 +545,39 @@ fn predictions_to_compare_with_are_a_third_of_a_step_each() {
 }
 
 #[test]
+fn the_pairs_of_images_are_as_much_work_again() {
+    let units = |guidance: Option<&str>| {
+        let mut job = lora("sd1", 512, "bf16", 128);
+        let body = &mut job["process"][0]["kind"]["train"];
+        // The steps need more than the encoding of an image.
+        body["train"]["batch_size"] = json!(16);
+        if let Some(guidance) = guidance {
+            let set = &mut body["datasets"][0];
+            set["unconditional_path"] = json!("before");
+            set["guidance_type"] = json!(guidance);
+        }
+        let demand = Demand::of_job(&job, None, &[]).unwrap();
+        let memory = demand.memory.unwrap().under(MemoryProfile::CpuOnly, DeviceKind::Cpu);
+        (demand.passes(), memory)
+    };
+    let (plain, memory) = units(None);
+    for (guidance, expected) in [
+        ("targeted", 7.0 / 3.0),
+        ("polarity", 2.0),
+        ("tnt", 2.0),
+        ("targeted_flow", 4.0 / 3.0),
+    ] {
+        let (passes, more) = units(Some(guidance));
+        assert!(
+            (passes / plain / expected - 1.0).abs() < 0.01,
+            "{guidance}: {}",
+            passes / plain
+        );
+        assert_eq!(more > memory, guidance != "targeted_flow", "{guidance}");
+    }
+}
+
+#[test]
 fn work_counts_steps_images_and_pixels() {
     let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None, &[]).unwrap();
     let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None, &[]).unwrap();

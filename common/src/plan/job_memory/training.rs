@@ -4,6 +4,7 @@ use super::{CAPTION_TOKENS, Job, MAX_BATCH, MAX_SIDE, Model};
 use crate::plan::device_factors::Phase;
 use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
+use crate::plan::paired_images::trains_pairs;
 use crate::plan::requests::{sample_sizes, slider_sampling_sizes, validation_side};
 use crate::plan::slider::{SliderKind, slider_sizes};
 use crate::plan::walk::build::{TrainedTensor, WeightTotals};
@@ -300,6 +301,10 @@ impl Job<'_> {
         let mut batches = self.data_batches();
         if flag(self.body, "/train/short_and_long_captions") {
             // Each image is trained with both its captions.
+            batches.iter_mut().for_each(|batch| batch.items *= 2.0);
+        }
+        if trains_pairs(self.body) {
+            // The predictions for the images and for their pairs are kept for one backward pass.
             batches.iter_mut().for_each(|batch| batch.items *= 2.0);
         }
         batches

@@ -70,6 +70,9 @@ impl Run<'_> {
                 }
             }
             let options = &self.data.datasets[batch.dataset].options;
+            if let Some(guidance) = options.guidance {
+                data.update(format!("guidance {guidance}\n"));
+            }
             if let Some(controls) = &options.augmented_controls {
                 data.update(controls.identity() + "\n");
             }

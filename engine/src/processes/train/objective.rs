@@ -5,6 +5,7 @@ use crate::error::{EngineError, Result};
 use crate::families::Model;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{Ddpm, FlowMatch, FlowShift, FlowTimesteps, FlowWeighting, Objective};
+use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::train::{LossTarget, TimestepType};
 
@@ -50,6 +51,13 @@ fn check_v_prediction(process: &TrainerProcess) -> Result<()> {
             "train.loss_target: `{}` needs a model that predicts the noise or is trained by flow matching, and this one predicts the \
              velocity (`prediction_type: v_prediction`); use `noise`",
             train.loss_target
+        )));
+    }
+    let guidance = process.datasets.iter().find_map(DatasetConfig::paired_guidance);
+    if let Some(guidance) = guidance.filter(|_| !process.kind.is_slider()) {
+        return Err(EngineError::bad_input(format!(
+            "datasets: guidance_type: `{guidance}` compares predictions with the noise, and this model predicts the velocity \
+             (`prediction_type: v_prediction`): ai-toolkit would train it to predict the noise. Remove `unconditional_path`"
         )));
     }
     Ok(())

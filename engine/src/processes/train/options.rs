@@ -107,6 +107,9 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     if let Some((key, why)) = process.datasets.iter().find_map(DatasetConfig::excluded_by_random_crop) {
         return Err(EngineError::bad_input(format!("datasets: {key}: {why}")));
     }
+    if let Some((key, why)) = process.excluded_by_paired_images().first() {
+        return Err(EngineError::bad_input(format!("{key}: {why}")));
+    }
     if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
         return Err(EngineError::bad_input(
             "`train.gradient_accumulation` and `train.gradient_accumulation_steps` cannot be used together; remove `train.gradient_accumulation_steps`",
@@ -264,6 +267,8 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
         let masks = masks.map(|path| cx.local_path(path)).transpose()?;
         let controls = dataset.control_path.iter().map(|path| cx.local_path(path));
         let controls = controls.collect::<Result<Vec<_>>>()?;
+        let pairs = dataset.unconditional_path.as_ref().map(|path| cx.local_path(path));
+        let pairs = pairs.transpose()?;
         out.push(DatasetOptions {
             path: cx.local_path(path)?,
             derived: cx.spec.derived.get(path).cloned(),
@@ -326,15 +331,24 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 min_value: dataset.mask_min_value,
             }),
             side_by_side: process.kind.uses_image_pairs() && controls.is_empty(),
-            controls: (!controls.is_empty()).then_some(ControlOptions {
-                role: match process.kind.uses_image_pairs() {
-                    true => ControlRole::Negative,
-                    false => ControlRole::Condition,
-                },
-                folders: controls,
-                background: (!process.kind.uses_image_pairs()).then_some(dataset.control_transparent_color.0),
-                full_size: dataset.full_size_control_images,
-            }),
+            guidance: pairs.as_ref().and(dataset.paired_guidance()),
+            controls: match pairs {
+                Some(folder) => Some(ControlOptions {
+                    role: ControlRole::Paired,
+                    folders: vec![folder],
+                    background: None,
+                    full_size: true,
+                }),
+                None => (!controls.is_empty()).then_some(ControlOptions {
+                    role: match process.kind.uses_image_pairs() {
+                        true => ControlRole::Negative,
+                        false => ControlRole::Condition,
+                    },
+                    folders: controls,
+                    background: (!process.kind.uses_image_pairs()).then_some(dataset.control_transparent_color.0),
+                    full_size: dataset.full_size_control_images,
+                }),
+            },
             augmented_controls: dataset.control_from_same_folder.then_some(AugmentedControlOptions {
                 background: dataset.control_transparent_color.0,
                 full_size: dataset.full_size_control_images,

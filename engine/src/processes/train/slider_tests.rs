@@ -38,7 +38,7 @@ fn anchor(prompt: &str, multiplier: f64) -> SliderAnchor {
 }
 
 /// The images of the reference, each with the next one as its negative.
-fn image_pairs(root: &Path) -> ReferenceDataset {
+pub(super) fn image_pairs(root: &Path) -> ReferenceDataset {
     let mut paths: Vec<PathBuf> = std::fs::read_dir(replay("data"))
         .unwrap()
         .map(|entry| entry.unwrap().path())

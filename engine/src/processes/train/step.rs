@@ -12,7 +12,7 @@ use crate::data::{SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model, Prompt};
 use crate::training::{
-    ConditioningCache, DrawInputs, LossInputs, MicroBatch, NoiseDraw, TrainingCfg, batch_generator, loss,
+    ConditioningCache, DrawInputs, LossInputs, MicroBatch, NoiseDraw, Trainer, TrainingCfg, batch_generator, loss,
     noisy_latents, step_to,
 };
 use aitk_common::job::process::TrainerProcess;
@@ -28,7 +28,8 @@ pub(super) struct BatchInputs {
     pub(super) latents: Vec<Tensor>,
     /// The latents of its images before their augmentations, on the device, if the loss compares with them and they differ.
     pub(super) unaugmented: Option<Tensor>,
-    /// The latents of its control images, or of the negative images of a slider, on the device. `None`: it has none.
+    /// The latents of its control images, of the negative images of a slider, or of the pairs of its images, on the device. `None`: it
+    /// has none.
     pub(super) control: Option<Tensor>,
     /// How the pixels of each of its images moved, which its mask follows.
     pub(super) moves: Vec<Vec<SpatialChange>>,
@@ -54,7 +55,7 @@ impl BatchInputs {
 pub(super) struct BatchPrompts {
     pub(super) captions: Vec<String>,
     /// What is encoded for each caption.
-    encoded: Vec<Prompt>,
+    pub(super) encoded: Vec<Prompt>,
     cfg: Option<TrainingCfg>,
     /// The scale of the guidance loss for each item; empty if there is none.
     guidance_scales: Vec<f64>,
@@ -135,6 +136,21 @@ fn with_guidance(
     match process.bypasses_guidance_embedding() {
         true => Ok(model.without_guidance(conditioning)),
         false => model.with_guidance(conditioning, scales),
+    }
+}
+
+/// Adds the gradients of a micro-batch's loss, or applies them where they are those of the whole step.
+pub(super) fn add_gradients(
+    trainer: &mut Trainer,
+    process: &TrainerProcess,
+    step: u64,
+    loss: impl Fn() -> Result<Tensor>,
+) -> Result<()> {
+    let train = &process.train;
+    let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
+    match one_micro_batch && trainer.uses_fused_backward() {
+        true => trainer.fused_step(step, loss),
+        false => trainer.accumulate(loss),
     }
 }
 
@@ -271,13 +287,18 @@ impl Run<'_> {
             return sliders::micro_batch(&slider, self, MicroBatchNumber { step, micro });
         }
         let process = self.process;
+        let batch = self.draw_batch(step, micro)?;
+        let guidance = self.data.datasets[batch.step_batch.batch.dataset].options.guidance;
+        if let Some(guidance) = guidance {
+            return self.train_pairs(guidance, &batch, MicroBatchNumber { step, micro });
+        }
         let SampledBatch {
             step_batch,
             prompts,
             inputs,
             drawn,
             image_tokens,
-        } = self.draw_batch(step, micro)?;
+        } = batch;
         let Some(handle) = self.target.handle().cloned() else {
             return self
                 .forward_backward(step, &step_batch, (&prompts, image_tokens), inputs, drawn, None)
@@ -368,7 +389,7 @@ impl Run<'_> {
     }
 
     /// Encodes prompts without the graph of a text encoder that is trained.
-    fn encode_frozen_prompts(&mut self, prompts: &[Prompt]) -> Result<Conditioning> {
+    pub(super) fn encode_frozen_prompts(&mut self, prompts: &[Prompt]) -> Result<Conditioning> {
         let model = &*self.model;
         match self.target.covers_text_encoder() {
             true => model.encode_prompts(prompts)?.detached_as(model.dtype()),
@@ -540,13 +561,7 @@ impl Run<'_> {
             };
             loss(&predict, &*self.objective, &options, &micro_batch)
         };
-        let train = &self.process.train;
-        let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
-        if one_micro_batch && self.trainer.uses_fused_backward() {
-            self.trainer.fused_step(step, forward)?;
-        } else {
-            self.trainer.accumulate(forward)?;
-        }
+        add_gradients(&mut self.trainer, process, step, forward)?;
         Ok(drawn)
     }
 }
