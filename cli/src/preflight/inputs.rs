@@ -90,7 +90,10 @@ fn is_lm_dataset(spec: &JobSpec, input: &Input) -> bool {
 fn content_problem(input: &Input, local: &Path) -> Option<String> {
     let path = &input.config_path;
     // Other files of prompts are not read.
-    let (prompts, triggers) = (input.key.ends_with(".prompts"), input.key.ends_with(".random_triggers"));
+    let prompts = [".prompts", ".negative_prompt"]
+        .iter()
+        .any(|key| input.key.ends_with(key));
+    let triggers = input.key.ends_with(".random_triggers");
     match input.kind {
         InputKind::PromptFile if prompts || triggers => match regular::read_text(local, MAX_TEXT_FILE_BYTES) {
             Ok(text) => (prompts && prompt_lines(&text).is_empty())

@@ -521,7 +521,7 @@ fn a_missing_pair_of_an_image_is_named() {
         "job",
         TINY,
         10,
-        "unconditional_path: before, guidance_type: polarity",
+        "unconditional_path: before\n          guidance_type: polarity",
     );
     let validate = || {
         let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();

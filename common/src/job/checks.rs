@@ -443,7 +443,7 @@ impl TrainerProcess {
     }
 
     /// Whether every caption is encoded before the training.
-    fn encodes_captions_first(&self) -> bool {
+    pub(super) fn encodes_captions_first(&self) -> bool {
         let train = &self.train;
         train.unload_text_encoder
             || train.cache_text_embeddings

@@ -1,6 +1,7 @@
 //! Input paths and flags inside prompts (`--ctrl_img path`), and inputs that are never opened.
 
 use super::control_images::{check_control_flag, check_control_process};
+use super::negative_prompts::NegativePrompts;
 use super::process::{JobKind, ProcessKind, TrainerProcess};
 use super::prompt::PromptFlags;
 use super::schema::{Input, InputKind, ReadContext, SupportReport};
@@ -39,6 +40,9 @@ impl JobSpec {
                 keys.insert(format!("config.process[{index}].model.assistant_lora_path"));
             }
             if let ProcessKind::Train(process) = &process.kind {
+                if !matches!(process.negative_prompts(), Some(NegativePrompts::File(_))) {
+                    keys.insert(format!("config.process[{index}].train.negative_prompt"));
+                }
                 keys.extend(unopened_of_slider(process, &format!("config.process[{index}].slider")));
             }
             let (datasets, trains) = match &process.kind {

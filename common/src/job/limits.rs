@@ -82,6 +82,8 @@ pub const MAX_STOPS: usize = 64;
 pub const MAX_STOP_BYTES: usize = 1_024;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
+/// The most negative prompts that are joined (`max_negative_prompts`): a text encoder reads some 75 to 512 tokens.
+pub const MAX_NEGATIVE_PROMPTS: u32 = 100;
 /// Tokens of a row of a training of a code model: longer than the context of every published model.
 pub const MAX_CONTEXT: u32 = 1 << 20;
 /// Tokens of a batch of such a training.

@@ -42,6 +42,7 @@ pub mod lora_containers;
 pub mod lr_factor;
 mod merge_checks;
 pub mod model;
+pub mod negative_prompts;
 
 pub mod naming;
 pub mod network;

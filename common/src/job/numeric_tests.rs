@@ -24,6 +24,7 @@ const TRAINER: &[(&str, &str, Keys)] = &[
             ("max_grad_norm", &["0", "-1", "1e30"]),
             ("num_train_timesteps", &[]),
             ("next_sample_timesteps", &[]),
+            ("max_negative_prompts", &[]),
             ("noise_multiplier", &["0"]),
             ("merge_network_on_save_strength", &["0", "-1"]),
             ("noise_offset", &["0", "-1"]),

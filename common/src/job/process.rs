@@ -119,9 +119,13 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
     let sampler = process.sample.sampler;
     check_sampler(arch, sampler, path, "sample.sampler", report);
     check_noise_scheduler(arch, process.train.noise_scheduler, path, report);
-    if (process.train.do_cfg || process.train.do_random_cfg) && process.train.negative_prompt.is_some() {
-        let message = "CFG while training uses the empty prompt; remove this key";
-        report.error(join(path, "train.negative_prompt"), message.to_owned());
+    let has_negatives = process
+        .train
+        .negative_prompt
+        .as_ref()
+        .is_some_and(|text| !text.is_empty());
+    if let Some(why) = process.ignores_negative_prompts().filter(|_| has_negatives) {
+        report.warn(join(path, "train.negative_prompt"), why);
     }
     if arch.is_flow() {
         check_flow(&process.train, path, report);

@@ -2,7 +2,9 @@
 
 use super::declare::section;
 use super::dtype::DType;
-use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_MULTIRES, MAX_NOISE_FACTOR, MAX_NOISE_PAIRS, MAX_TIMESTEPS};
+use super::limits::{
+    MAX_BATCH, MAX_FACTOR, MAX_MULTIRES, MAX_NEGATIVE_PROMPTS, MAX_NOISE_FACTOR, MAX_NOISE_PAIRS, MAX_TIMESTEPS,
+};
 use super::lr_factor::{self, LrFactor};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
@@ -234,13 +236,14 @@ section! {
         /// Older name of `latent_feature_loss_weight`.
         diffusion_feature_extractor_weight: Option<f64> = None, DependsOn("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
 
-        /// Negative prompt for training with CFG, or a file with one per line. Refused together with `do_cfg`: it uses the empty prompt.
-        negative_prompt: Option<String> = None, Ignored("CFG while training uses the empty prompt"), input PromptFile;
-        /// Negatives joined per item.
-        max_negative_prompts: u32 = 1, DependsOn("negative_prompt");
+        /// The negative prompt of `do_cfg`, or a `.txt` file with one per line, of which each item gets one at random. Not with
+        /// `cache_text_embeddings` and `unload_text_encoder`.
+        negative_prompt: Option<String> = None, Works, input PromptFile;
+        /// Above 1: each item gets 1 to this many of them, joined by commas.
+        max_negative_prompts: u32 = 1, Works;
         /// Prompt of the unconditional prediction of `do_guidance_loss`.
         unconditional_prompt: String = String::new(), Works;
-        /// The loss is that of the prediction with CFG, of the scale `cfg_scale`, with the empty prompt.
+        /// The loss is that of the prediction with CFG, of the scale `cfg_scale`, with `negative_prompt` or the empty prompt.
         do_cfg: bool = false, Works;
         /// The same with a random scale for each step, from 1 to `max_cfg_scale`.
         do_random_cfg: bool = false, Works;
@@ -466,6 +469,8 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         cx.check_in_range(key, value.unwrap_or(1.0), -MAX_FACTOR..=MAX_FACTOR);
     }
     cx.check_not_zero("next_sample_timesteps", train.next_sample_timesteps);
+    cx.check_not_zero("max_negative_prompts", train.max_negative_prompts);
+    cx.check_at_most("max_negative_prompts", train.max_negative_prompts, MAX_NEGATIVE_PROMPTS);
     if train.diff_output_preservation && train.blank_prompt_preservation {
         cx.error_at(
             "blank_prompt_preservation",

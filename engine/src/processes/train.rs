@@ -96,6 +96,7 @@ impl<'a> Run<'a> {
         // The data sets are opened first, so that errors in them are reported within a second.
         let data = TrainingData::open(process, seed, cx)?;
         samples::check_control_images(process, cx)?;
+        let negative_prompts = prompts::negative_prompts(process, cx)?;
         let mut validation = Validation::open(process, cx)?;
 
         // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away, or in bfloat16
@@ -192,6 +193,7 @@ impl<'a> Run<'a> {
             latents,
             masks: LossMasks::default(),
             encoded_captions: ConditioningCache::default(),
+            negative_prompts,
             switched_loras,
             slider: Slider::of(process, seed).map(Arc::new),
             model,

@@ -307,6 +307,14 @@ fn a_path_that_is_never_opened_is_not_an_input() {
     };
     let negative = with_line_after("steps: 10", "        negative_prompt: 'blurry, low quality'");
     assert_eq!(listed(&negative), ["images"]);
+    let guided = with_line_after(
+        "steps: 10",
+        "        do_cfg: true\n        negative_prompt: 'blurry, low quality'",
+    );
+    assert_eq!(listed(&guided), ["images"]);
+    let lines = guided.replace("'blurry, low quality'", "bad.txt");
+    assert_eq!(listed(&lines), ["bad.txt", "images"]);
+    assert_eq!(listed(&lines.replace("do_cfg: true", "do_cfg: false")), ["images"]);
     let validated = with_line_after(
         "steps: 10",
         "        validation_config: {validation_items: [{image_path: v.png}]}",

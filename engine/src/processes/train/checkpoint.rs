@@ -46,6 +46,9 @@ impl Run<'_> {
         if let (Some(embedding), Some(parts)) = (&self.process.embedding, config.as_array_mut()) {
             parts.push(json!(embedding));
         }
+        if let (false, Some(parts)) = (self.negative_prompts.is_empty(), config.as_array_mut()) {
+            parts.push(json!(self.negative_prompts));
+        }
         let mut data = Sha256::new();
         for batch in self.data.batches.iter().chain(&self.data.regularisation) {
             for index in &batch.items {

@@ -161,6 +161,55 @@ fn a_prediction_with_guidance_of_scale_1_is_rescaled() {
     assert!(all_differ(&with(true, Some(8.0)), &plain));
 }
 
+#[test]
+fn guidance_has_the_negative_prompts_of_the_config() {
+    let guided = |root: &Path, negative: &str, steps: u64| {
+        let mut process = trainer(root, steps);
+        process.train.do_cfg = true;
+        process.train.cfg_scale = 3.0;
+        process.train.negative_prompt = Some(negative.to_owned());
+        process
+    };
+    let with = |negative: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        run(&guided(dir.path(), negative, 2))
+    };
+    let in_file = |lines: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("negative.txt");
+        std::fs::write(&path, lines).unwrap();
+        run(&guided(dir.path(), &path.display().to_string(), 2))
+    };
+    let (empty, negative) = (with(""), with("a green square"));
+    assert_ne!(negative, empty);
+    assert_eq!(in_file("\n a green square\n"), negative);
+    assert_ne!(in_file("a green square\na blue circle\na dog\n"), negative);
+
+    // Several are drawn anew in each step, and the same again after a stop.
+    resumes_exactly(&|process, root| {
+        let path = root.join("negative.txt");
+        std::fs::write(&path, "a green square\na blue circle\na dog\n").unwrap();
+        process.train.do_cfg = true;
+        process.train.cfg_scale = 3.0;
+        process.train.negative_prompt = Some(path.display().to_string());
+        process.train.max_negative_prompts = 3;
+    });
+    let dir = tempfile::tempdir().unwrap();
+    for (name, lines) in [("empty.txt", Some("\n")), ("missing.txt", None)] {
+        let path = dir.path().join(name);
+        if let Some(lines) = lines {
+            std::fs::write(&path, lines).unwrap();
+        }
+        match run_spec(&spec(guided(dir.path(), &path.display().to_string(), 1))).0 {
+            Outcome::Failed { message, .. } => assert!(
+                message.contains("train.negative_prompt: ") && message.contains("one prompt per line"),
+                "{message}"
+            ),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 /// As in ai-toolkit.
 #[test]
 fn beside_a_preservation_loss_the_target_is_the_noise_and_nothing_diverges() {

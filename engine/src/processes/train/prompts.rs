@@ -1,8 +1,14 @@
-//! The prompts that the captions of a micro-batch are encoded as.
+//! The prompts that the captions of a micro-batch are encoded as, and its negative prompts.
 
+use super::super::context::Context;
+use crate::error::{EngineError, Result};
 use crate::families::Prompt;
 use crate::rng::TorchGenerator;
+use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::generate::prompt_lines;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use aitk_common::job::negative_prompts::NegativePrompts;
 use aitk_common::job::process::TrainerProcess;
 
 /// Whether the first encoder reads the short captions and the second one the long ones (SDXL).
@@ -56,11 +62,80 @@ pub(super) fn prompts(
     prompts
 }
 
+/// The negative prompts from which those of each item are drawn. Empty: there is no guidance, or it has the empty prompt.
+///
+/// # Errors
+/// When their file cannot be read or is empty.
+pub(super) fn negative_prompts(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec<String>> {
+    let file = match process.negative_prompts() {
+        None => return Ok(Vec::new()),
+        Some(NegativePrompts::Text(text)) => return Ok(vec![text.to_owned()]),
+        Some(NegativePrompts::File(file)) => file,
+    };
+    let path = cx.local_path(file)?;
+    let expected =
+        "expected a text file with one prompt per line; a negative prompt is the name of a file if it ends in `.txt`";
+    let text = regular::read_text(&path, MAX_TEXT_FILE_BYTES).map_err(|error| {
+        EngineError::bad_input(format!(
+            "train.negative_prompt: {}: {error}: {expected}",
+            path.display()
+        ))
+    })?;
+    let lines: Vec<String> = prompt_lines(&text).into_iter().map(str::to_owned).collect();
+    match lines.is_empty() {
+        true => Err(EngineError::bad_input(format!(
+            "train.negative_prompt: {}: there is no prompt in this file: {expected}",
+            path.display()
+        ))),
+        false => Ok(lines),
+    }
+}
+
+/// The negative prompt of each of `items`, of those of the run. Draws for each, with `max_negative_prompts` above 1, how many it has,
+/// `randint(1, max + 1)`; then for each of them, if the run has several, which one, `randint(0, prompts)`.
+pub(super) fn negatives(pool: &[String], items: usize, max: u32, generator: &mut TorchGenerator) -> Vec<String> {
+    if pool.is_empty() {
+        return Vec::new();
+    }
+    let mut draw = |low: i64, high: i64| match high - low {
+        1 => low,
+        _ => generator.randint(low, high, 1).first().copied().unwrap_or(low),
+    };
+    let mut of_item = |_: usize| {
+        let count = draw(1, i64::from(max.max(1)) + 1);
+        let prompts = (0..count).map(|_| pool[draw(0, pool.len() as i64) as usize].as_str());
+        prompts.collect::<Vec<_>>().join(", ")
+    };
+    (0..items).map(&mut of_item).collect()
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::rng::generator_for;
+
+    #[test]
+    fn each_item_has_some_of_the_negative_prompts() {
+        let mut generator = generator_for(1, "test", 0, 0);
+        assert!(negatives(&[], 3, 4, &mut generator).is_empty());
+        let one = ["blurry".to_owned()];
+        assert_eq!(negatives(&one, 2, 1, &mut generator), ["blurry", "blurry"]);
+        let pool = ["blurry".to_owned(), "dark".to_owned(), "noisy".to_owned()];
+        let found = negatives(&pool, 300, 2, &mut generator);
+        let count = |text: &str| found.iter().filter(|prompt| *prompt == text).count();
+        // One in half of the cases, else two that may be the same.
+        for text in ["blurry", "dark", "noisy"] {
+            assert!((25..=75).contains(&count(text)), "{text}: {}", count(text));
+            let twice = format!("{text}, {text}");
+            assert!((2..=40).contains(&count(&twice)), "{twice}: {}", count(&twice));
+        }
+        assert!(
+            found
+                .iter()
+                .all(|prompt| prompt.split(", ").all(|one| pool.iter().any(|text| text == one)))
+        );
+    }
 
     fn dropped(arch: ArchName, chance: f64) -> Vec<Prompt> {
         let mut process = TrainerProcess::default();

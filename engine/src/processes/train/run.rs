@@ -43,6 +43,8 @@ pub(super) struct Run<'a> {
     pub(super) latents: LatentStore,
     pub(super) masks: LossMasks,
     pub(super) encoded_captions: ConditioningCache,
+    /// The negative prompts of `do_cfg`, from which those of each item are drawn. Empty: the empty prompt.
+    pub(super) negative_prompts: Vec<String>,
     pub(super) switched_loras: SwitchedLoras,
     /// The slider that is trained. `None`: the training has one direction.
     pub(super) slider: Option<Arc<Slider>>,

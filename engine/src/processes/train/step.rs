@@ -57,6 +57,8 @@ pub(super) struct BatchPrompts {
     /// What is encoded for each caption.
     pub(super) encoded: Vec<Prompt>,
     cfg: Option<TrainingCfg>,
+    /// The negative prompts of the guidance; empty: the empty prompt.
+    negatives: Vec<Prompt>,
     /// The scale of the guidance loss for each item; empty if there is none.
     guidance_scales: Vec<f64>,
 }
@@ -176,9 +178,12 @@ impl Run<'_> {
             captions.append(&mut short);
         }
         let cfg = options::training_cfg(process, &mut generator);
+        let max = process.train.max_negative_prompts;
+        let negatives = prompts::negatives(&self.negative_prompts, captions.len(), max, &mut generator);
         let guidance_scales = options::guidance_scales(process, captions.len(), &mut generator);
         let prompts = BatchPrompts {
             encoded: prompts::prompts(&captions, splits.then_some(&short), process, &mut generator),
+            negatives: prompts::prompts(&negatives, None, process, &mut generator),
             cfg,
             guidance_scales,
             captions,
@@ -355,25 +360,25 @@ impl Run<'_> {
         drawn: &NoiseDraw,
     ) -> Result<()> {
         let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
-        let (cfg, count) = (prompts.cfg, prompts.captions.len());
+        let cfg = prompts.cfg;
         let inputs = self.item_inputs(step_batch, control, prompts);
-        let prompts = prompts
+        let texts = prompts
             .captions
             .iter()
             .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
-        let prompts: Vec<String> = prompts.collect();
+        let texts: Vec<String> = texts.collect();
         // Without the adapter: in ai-toolkit these prompts are encoded before the training.
         let [without, _] = kept.passes.clone();
-        let (conditional, cfg_empty) = kept.handle.in_pass(without, || {
-            Ok::<_, EngineError>((self.encode_frozen(&prompts)?, self.cfg_empty_prompt(cfg, count)?))
+        let (conditional, unconditional) = kept.handle.in_pass(without, || {
+            Ok::<_, EngineError>((self.encode_frozen(&texts)?, self.unconditional(prompts)?))
         })?;
         let (process, model) = (self.process, &*self.model);
         let conditional = inputs.add_to(process, model, conditional)?;
-        let cfg_empty = cfg_empty
-            .map(|empty| inputs.add_to(process, model, empty))
+        let unconditional = unconditional
+            .map(|negative| inputs.add_to(process, model, negative))
             .transpose()?;
         let (noisy, times) = self.noisy(&latents, drawn)?;
-        let predict = || predict(model, cfg, (&noisy, &times), (cfg_empty.as_ref(), &conditional));
+        let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
         let [without, with] = kept.passes.clone();
         let base = kept.handle.in_pass(without, predict)?;
         let factor = kept.preservation.multiplier * step_batch.weight;
@@ -397,10 +402,16 @@ impl Run<'_> {
         }
     }
 
-    /// The empty prompt for this many items, if the training uses guidance. It is not a caption: no text encoder is trained on it.
-    fn cfg_empty_prompt(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
-        let empty = || vec![String::new(); items];
-        cfg.map(|_| self.encode_frozen(&empty())).transpose()
+    /// The negative or empty prompt of each item, if the training uses guidance. It is not a caption: no text encoder is trained on it.
+    fn unconditional(&mut self, prompts: &BatchPrompts) -> Result<Option<Conditioning>> {
+        if prompts.cfg.is_none() {
+            return Ok(None);
+        }
+        match prompts.negatives.is_empty() {
+            true => self.encode_frozen(&vec![String::new(); prompts.captions.len()]),
+            false => self.encode_frozen_prompts(&prompts.negatives),
+        }
+        .map(Some)
     }
 
     /// The prompt of the unconditional prediction of the guidance loss for this many items, if there is one.
@@ -458,7 +469,7 @@ impl Run<'_> {
             true => None,
             false => Some(self.encode_frozen_prompts(encoded)?),
         };
-        let cfg_empty = self.cfg_empty_prompt(cfg, captions.len())?;
+        let unconditional = self.unconditional(prompts)?;
         let guidance_loss_prompt = self.guidance_loss_prompt(captions.len(), handle)?;
         let (process, model) = (self.process, &*self.model);
         let start = Instant::now();
@@ -483,9 +494,9 @@ impl Run<'_> {
             };
             with_inputs(conditioning)
         };
-        let cfg_empty = cfg_empty.map(with_inputs).transpose()?;
+        let unconditional = unconditional.map(with_inputs).transpose()?;
         let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
-            predict(model, cfg, (latents, timesteps), (cfg_empty.as_ref(), conditioning))
+            predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
         };
         if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
             let (noisy, times) = self.noisy(&latents, &drawn)?;
