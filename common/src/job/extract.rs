@@ -45,7 +45,7 @@ section! {
         /// The same for larger convolutions. With `type: lora`, 0: they are left out.
         conv: Option<f64> = None, Works, shown "32; 0; 0.5; 0.5 (`locon`), 0 (`lora`)";
         /// Keep the residual as a sparse bias.
-        use_sparse_bias: bool = false, Refused("programs that load LoRAs ignore it; choose a higher rank, or a mode that keeps more");
+        use_sparse_bias: bool = false, Refused("programs that load LoRAs ignore it, and of three factors ai-toolkit computes it wrongly (docs/extract.md); choose a higher rank, or a mode that keeps more");
         /// Sparsity of that bias.
         sparsity: f64 = 0.98, DependsOn("use_sparse_bias");
         /// `locon`: convolutions get two factors instead of three.
