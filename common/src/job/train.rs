@@ -227,12 +227,12 @@ section! {
         /// Subtract the mean squared difference from the prediction of the model without the adapter, so that they move apart. A step
         /// takes 1.3 times as long.
         do_prior_divergence: bool = false, Works;
-        /// Model for a perceptual loss.
-        latent_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
+        /// The network that compares features of the predicted and of the true image: `v3` to `v10`, or a file.
+        latent_feature_extractor_path: Option<String> = None, Refused("aitk has none of the networks whose features are compared (version 3 to 10: SigLIP 2, DINOv3, TIPSv2, Sapiens 2, VGG16), and does not read files of version 1 and 2"), input Model;
         /// Weight of that loss.
         latent_feature_loss_weight: f64 = 1.0, DependsOn("latent_feature_extractor_path");
         /// Older name of `latent_feature_extractor_path`.
-        diffusion_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
+        diffusion_feature_extractor_path: Option<String> = None, Refused("aitk has none of the networks whose features are compared (version 3 to 10: SigLIP 2, DINOv3, TIPSv2, Sapiens 2, VGG16), and does not read files of version 1 and 2"), input Model;
         /// Older name of `latent_feature_loss_weight`.
         diffusion_feature_extractor_weight: Option<f64> = None, DependsOn("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
 
