@@ -4,6 +4,7 @@ use super::tests::{images, run_spec, spec};
 use super::*;
 use crate::image_io;
 use crate::testing::fixtures;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 #[test]
