@@ -75,7 +75,7 @@ impl std::fmt::Debug for Quantized {
 
 /// The tensor, copied if it shares its storage with others: candle quantises all numbers of the storage from its start, also where the
 /// tensor is a view of a part of it.
-pub(crate) fn with_own_storage(tensor: &Tensor) -> candle_core::Result<Tensor> {
+fn with_own_storage(tensor: &Tensor) -> candle_core::Result<Tensor> {
     let is_whole = {
         let (storage, layout) = tensor.storage_and_layout();
         let stored = match &*storage {

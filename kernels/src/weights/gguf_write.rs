@@ -1,7 +1,6 @@
 //! Writes GGUF files, one tensor at a time (ggml's `docs/gguf.md`, version 3, little-endian).
 
 use crate::error::{EngineError, Result};
-use crate::quant::with_own_storage;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use std::io::{self, Write};
@@ -226,7 +225,9 @@ fn encoded(name: &str, dtype: GgmlDType, rows: &Tensor) -> Result<Vec<u8>> {
         }
         block => {
             numbers.iter().try_for_each(|number| check(*number, *number))?;
-            let bytes = QTensor::quantize(&with_own_storage(rows)?, block)?.data()?.into_owned();
+            // A tensor of its own, not the view of a part of the weight: candle quantises the whole storage of a tensor.
+            let rows = Tensor::from_vec(numbers, rows.shape(), &Device::Cpu)?;
+            let bytes = QTensor::quantize(&rows, block)?.data()?.into_owned();
             // The scales of a block are half floats.
             let scales: &[usize] = match block {
                 GgmlDType::Q8_0 => &[0],
@@ -234,11 +235,12 @@ fn encoded(name: &str, dtype: GgmlDType, rows: &Tensor) -> Result<Vec<u8>> {
                 GgmlDType::Q6K => &[208],
                 other => return Err(EngineError::Internal(format!("{other:?} is not written to GGUF files"))),
             };
-            let blocks = bytes.chunks(block.type_size()).zip(numbers.chunks(block.block_size()));
-            for (block, numbers) in blocks {
-                let is_finite = |at: &usize| half::f16::from_le_bytes([block[*at], block[*at + 1]]).is_finite();
+            for (index, stored) in bytes.chunks(block.type_size()).enumerate() {
+                let is_finite = |at: &usize| half::f16::from_le_bytes([stored[*at], stored[*at + 1]]).is_finite();
                 if !scales.iter().all(is_finite) {
-                    let largest = numbers.iter().copied().max_by(|a, b| a.abs().total_cmp(&b.abs()));
+                    let size = block.block_size();
+                    let numbers = rows.flatten_all()?.narrow(0, index * size, size)?.to_vec1::<f32>()?;
+                    let largest = numbers.into_iter().max_by(|a, b| a.abs().total_cmp(&b.abs()));
                     return Err(not_finite(largest.unwrap_or(f32::MAX)));
                 }
             }
