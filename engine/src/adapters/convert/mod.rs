@@ -198,7 +198,10 @@ impl Converter {
             }
             let stem = named.stem.as_str();
             if let ([Some(layer)], false) = (resized.as_slice(), named.halves_swapped) {
-                self.add_layer(part, stem, &**layer)?;
+                let key = named.paths.first().map(|path| (part.id, path.clone()));
+                let weight = key.and_then(|key| self.weights.get(&key));
+                let of_inputs = weight.is_some_and(|weight| dora::has_magnitude_of_inputs(&**layer, weight.dims()));
+                self.add_layer(part, stem, &**layer, of_inputs)?;
                 continue;
             }
             let sizes = named
@@ -208,7 +211,7 @@ impl Converter {
             let parts: Vec<_> = resized.into_iter().zip(sizes).collect();
             let joined = join_layers(&parts, named.halves_swapped).map_err(failed)?;
             let joined = joined.ok_or_else(|| self.cannot_join(&named, &parts))?;
-            self.add_layer(part, stem, &*joined)?;
+            self.add_layer(part, stem, &*joined, false)?;
         }
         Ok(())
     }
@@ -291,8 +294,14 @@ impl Converter {
         }))
     }
 
-    /// Adds the tensors of a layer.
-    fn add_layer(&mut self, part: &PartLayers, stem: &str, layer: &dyn FileLayer) -> std::result::Result<(), String> {
+    /// Adds the tensors of a layer. `magnitude_of_inputs`: it is a DoRA with a magnitude for each input.
+    fn add_layer(
+        &mut self,
+        part: &PartLayers,
+        stem: &str,
+        layer: &dyn FileLayer,
+        magnitude_of_inputs: bool,
+    ) -> std::result::Result<(), String> {
         let dialect = self.conversion.dialect;
         let failed = |error: candle_core::Error| format!("layer `{stem}`: {error}");
         let peft = part.has_peft_names(dialect);
@@ -349,13 +358,16 @@ impl Converter {
         for (suffix, tensor) in tensors {
             let (suffix, tensor) = match suffix.as_str() {
                 "lora_magnitude_vector" | "dora_scale" => {
-                    if peft && tensor.elem_count() != layer.outputs() {
+                    if peft && magnitude_of_inputs {
                         return Err(format!(
                             "layer `{stem}` has a DoRA with a magnitude for each input, which {} has no name for",
                             dialect.name()
                         ));
                     }
-                    magnitude(peft, layer, tensor).map_err(failed)?
+                    match magnitude_of_inputs {
+                        true => ("dora_scale".to_owned(), tensor),
+                        false => magnitude(peft, layer, tensor).map_err(failed)?,
+                    }
                 }
                 _ => (suffix, tensor),
             };
@@ -432,22 +444,19 @@ fn has_dense_change(layer: &dyn FileLayer) -> bool {
     !matches!(layer.kind(), "DoRA" | "OFT" | "BOFT")
 }
 
-/// A magnitude with the name and the shape that the dialect has for it.
+/// A magnitude for each output, with the name and the shape that the dialect has for it.
 fn magnitude(peft: bool, layer: &dyn FileLayer, tensor: Tensor) -> candle_core::Result<(String, Tensor)> {
     let axes = layer.lora().map_or(2, |lora| lora.down.rank());
+    let flat = tensor.flatten_all()?;
+    let count = flat.elem_count();
     if peft {
-        let flat = tensor.flatten_all()?;
         // peft has the axis of the outputs of a convolution second; transformers reads the name with this ending alone.
         let tensor = match axes {
             2 => flat,
-            _ => flat.reshape([&[1, flat.elem_count()][..], &vec![1; axes - 2]].concat())?,
+            _ => flat.reshape([&[1, count][..], &vec![1; axes - 2]].concat())?,
         };
         return Ok(("lora_magnitude_vector.weight".to_owned(), tensor));
     }
-    let tensor = match tensor.rank() == axes {
-        // For each input.
-        true if tensor.dims()[0] == 1 && tensor.elem_count() != layer.outputs() => tensor,
-        _ => tensor.reshape([&[tensor.elem_count()][..], &vec![1; axes - 1]].concat())?,
-    };
+    let tensor = flat.reshape([&[count][..], &vec![1; axes - 1]].concat())?;
     Ok(("dora_scale".to_owned(), tensor))
 }

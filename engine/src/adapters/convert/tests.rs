@@ -1,5 +1,8 @@
 //! Conversions between the dialects of the fixtures of `tests/reference/make_lora_*.py`.
 
+use super::super::file_layer::RoleTensors;
+use super::super::file_readers::read_layer;
+use super::super::keys::TensorRole;
 use super::super::load::index_layers;
 use super::super::*;
 use super::join::join;
@@ -369,6 +372,77 @@ fn number_formats_and_what_does_not_fit() {
     };
     let error = convert_lora(&source, &sd, conversion).unwrap_err().to_string();
     assert!(error.contains("float16") || error.contains("f16"), "{error}");
+}
+
+/// A LoRA of 16 inputs and 16 outputs with a magnitude of this shape, as LyCORIS saves it.
+fn square_dora(seed: u64, shape: &[usize]) -> [(TensorRole, Tensor); 3] {
+    let mut generator = TorchGenerator::manual_seed(seed);
+    let mut tensor = |dims: &[usize]| {
+        let values = generator.uniform(dims.iter().product(), 0.5, 1.0);
+        Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+    };
+    [
+        (TensorRole::Down, tensor(&[2, 16])),
+        (TensorRole::Up, tensor(&[16, 2])),
+        (TensorRole::DoraScale, tensor(shape)),
+    ]
+}
+
+/// The shape alone says which axis the magnitude of a layer with as many inputs as outputs has.
+#[test]
+fn a_magnitude_of_inputs_stays_one_in_a_square_layer() {
+    let dir = tempfile::tempdir().unwrap();
+    let [source, new] = ["a.safetensors", "b.safetensors"].map(|name| dir.path().join(name));
+    let stem = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q";
+    for shape in [[1, 16], [16, 1]] {
+        let tensors = square_dora(1, &shape).map(|(role, tensor)| {
+            let suffix = match role {
+                TensorRole::Down => "lora_down.weight",
+                TensorRole::Up => "lora_up.weight",
+                _ => "dora_scale",
+            };
+            (format!("{stem}.{suffix}"), tensor)
+        });
+        let bytes = lora_file_bytes(&BTreeMap::from(tensors), BTreeMap::new()).unwrap();
+        std::fs::write(&source, bytes).unwrap();
+        let expected = changes(&mut *model("tiny_sd", ArchName::Sd1), &source);
+        for dialect in Dialect::ALL {
+            let what = format!("{shape:?} to {}", dialect.name());
+            match convert_lora(&source, &fixtures().join("tiny_sd"), to(dialect)) {
+                Ok(converted) => {
+                    write(&converted, &new);
+                    compare(
+                        &changes(&mut *model("tiny_sd", ArchName::Sd1), &new),
+                        &expected,
+                        1e-6,
+                        &what,
+                    );
+                    assert!(shape == [16, 1] || dialect != Dialect::Diffusers, "{what}");
+                }
+                Err(error) => {
+                    assert_eq!((shape, dialect), ([1, 16], Dialect::Diffusers), "{what}: {error}");
+                    assert!(error.to_string().contains("a magnitude for each input"), "{error}");
+                }
+            }
+        }
+    }
+}
+
+/// Magnitudes for each input cannot be joined, also where there are as many of them as outputs.
+#[test]
+fn layers_with_magnitudes_of_inputs_are_not_joined() {
+    for (shape, can_join) in [([16, 1], true), ([1, 16], false)] {
+        let layer = |seed| {
+            let found = RoleTensors {
+                tensors: BTreeMap::from(square_dora(seed, &shape)),
+                ..RoleTensors::default()
+            };
+            read_layer(&found).unwrap().unwrap()
+        };
+        let parts = [(Some(layer(1)), 16), (Some(layer(2)), 16)];
+        let joined = join_layers(&parts, false).unwrap();
+        assert_eq!(joined.is_some(), can_join, "{shape:?}");
+    }
 }
 
 /// Layers of which a part has no LoRA are joined with zeros.

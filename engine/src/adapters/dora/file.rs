@@ -68,7 +68,7 @@ pub(in super::super) fn joined(parts: &[&dyn FileLayer], lora: LoraTensors) -> R
     let mut magnitudes = Vec::with_capacity(parts.len());
     for part in parts {
         match part {
-            Some(part) if part.formula == first.formula && part.magnitude.elem_count() == part.outputs() => {
+            Some(part) if part.formula == first.formula && part.is_of_outputs() => {
                 magnitudes.push(part.magnitude.flatten_all()?);
             }
             _ => return Ok(None),
@@ -81,7 +81,20 @@ pub(in super::super) fn joined(parts: &[&dyn FileLayer], lora: LoraTensors) -> R
     })))
 }
 
+/// Whether a layer is a DoRA with a magnitude for each input of a weight with these dimensions.
+pub(in super::super) fn has_magnitude_of_inputs(layer: &dyn FileLayer, weight: &[usize]) -> bool {
+    match (layer.as_any().downcast_ref::<DecomposedTensors>(), weight) {
+        (Some(dora), [outputs, inputs, ..]) => dora.axis(*outputs, *inputs) == Ok(Axis::Inputs),
+        _ => false,
+    }
+}
+
 impl DecomposedTensors {
+    /// Whether the magnitude has a number for each output. Only of linear layers: others may have another number of inputs in a file.
+    fn is_of_outputs(&self) -> bool {
+        self.axis(self.outputs(), self.inputs()) == Ok(Axis::Outputs)
+    }
+
     /// The axis of the magnitude for a layer with this many outputs and inputs.
     pub(super) fn axis(&self, outputs: usize, inputs: usize) -> std::result::Result<Axis, String> {
         let dims = self.magnitude.dims();
@@ -138,7 +151,7 @@ impl FileLayer for DecomposedTensors {
                 .collect());
         }
         let magnitude = self.magnitude.flatten_all()?;
-        if magnitude.elem_count() != self.outputs() {
+        if !self.is_of_outputs() {
             candle_core::bail!(
                 "its DoRA has a magnitude for each input, which cannot be split onto the layers of this model that the layer consists of"
             );

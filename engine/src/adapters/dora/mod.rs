@@ -17,5 +17,5 @@ mod layer;
 mod norms;
 mod trained;
 
-pub(super) use file::{joined, read_decomposed};
+pub(super) use file::{has_magnitude_of_inputs, joined, read_decomposed};
 pub use trained::Dora;
