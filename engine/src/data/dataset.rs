@@ -150,6 +150,14 @@ impl DatasetOptions {
         self.random_crop && !self.buckets
     }
 
+    /// Whether pixels of images are limited to -1 to 1 after they are normalised. ai-toolkit does so where latents are not cached, except
+    /// for regularisation sets (`reduce_contrast` in `toolkit/image_utils.py`).
+    #[must_use]
+    pub fn clamps_normalized(&self) -> bool {
+        let is_cached = self.cache_latents || self.cache_latents_to_disk;
+        self.normalization.is_some() && !self.regularisation && !is_cached
+    }
+
     /// Whether each image is the positive one of a pair of a slider.
     fn has_pairs(&self) -> bool {
         let negative = |controls: &ControlOptions| controls.role == ControlRole::Negative;
@@ -572,6 +580,7 @@ impl Dataset {
                         size: *size,
                         plan,
                         normalization: options.normalization,
+                        is_clamped: options.clamps_normalized(),
                         flip_x,
                         flip_y,
                         caption: caption.clone(),

@@ -29,6 +29,8 @@ pub struct LatentKey {
     pub latent_space: String,
     /// The name of the statistics that its pixels are normalised by. `None`: they are from -1 to 1. ai-toolkit's keys do not have it.
     pub normalization: Option<&'static str>,
+    /// Whether its normalised pixels are limited to -1 to 1. Such a latent is not cached on disk.
+    pub is_clamped: bool,
     /// How a control image is loaded. `None`: it is the latent of a training image.
     pub control: Option<ControlKey>,
     /// The half of the file that is the image. `None`: all of it.
@@ -64,6 +66,9 @@ impl LatentKey {
         }
         if let Some(name) = self.normalization {
             map.insert("standardize_images".into(), name.into());
+        }
+        if self.is_clamped {
+            map.insert("clamped".into(), true.into());
         }
         if let Some(half) = self.half {
             let half = if half == Half::Left { "left" } else { "right" };

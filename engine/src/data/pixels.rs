@@ -8,11 +8,16 @@ use candle_core::{Device, Tensor};
 use image::{RgbImage, imageops};
 
 /// Decodes, rotates (EXIF), flips, scales (bicubic) and crops an image: [3, h, w], float32 on the CPU, from -1 to 1, or normalised.
+/// Normalised pixels are limited to -1 to 1 if the item says so.
 ///
 /// # Errors
 /// When the image is missing, damaged, or needs too much memory.
 pub fn load_pixels(item: &TrainingImage) -> Result<Tensor> {
-    to_pixels(&load_image(item)?, item)
+    let pixels = to_pixels(&load_image(item)?, item)?;
+    match item.is_clamped {
+        true => Ok(pixels.clamp(-1f32, 1f32)?),
+        false => Ok(pixels),
+    }
 }
 
 /// Decodes, rotates (EXIF), flips, scales (bicubic) and crops an image.

@@ -34,6 +34,7 @@ fn the_latent_key_has_ai_toolkits_hash() {
         flip_y: false,
         latent_space: "flux1".into(),
         normalization: None,
+        is_clamped: false,
         control: None,
         half: None,
     };
@@ -52,6 +53,11 @@ fn the_latent_key_has_ai_toolkits_hash() {
         ..key.clone()
     };
     assert_ne!(normalised.hash("one", "vae"), key.hash("one", "vae"));
+    let clamped = LatentKey {
+        is_clamped: true,
+        ..normalised.clone()
+    };
+    assert_ne!(clamped.hash("one", "vae"), normalised.hash("one", "vae"));
 }
 
 #[test]
@@ -66,6 +72,7 @@ fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
         flip_y: false,
         latent_space: "sd1".into(),
         normalization: None,
+        is_clamped: false,
         control: None,
         half: None,
     };
@@ -542,4 +549,32 @@ fn pixels_are_scaled_cropped_and_flipped() {
     let last = plan.bucket.0 as usize - 1;
     assert!(red(&plain, 0) < red(&plain, last) && red(&flipped, 0) > red(&flipped, last));
     assert!(set.items.iter().all(|i| i.content.len() == 64));
+}
+
+/// As in ai-toolkit, whose contrast step limits the images of a batch that are encoded in each step.
+#[test]
+fn normalised_pixels_are_limited_where_latents_are_not_cached() {
+    let dir = tempfile::tempdir().unwrap();
+    let white = image::RgbImage::from_pixel(64, 64, image::Rgb([255; 3]));
+    white.save(dir.path().join("a.png")).unwrap();
+    let largest = |change: &dyn Fn(&mut DatasetOptions)| {
+        let mut options = DatasetOptions {
+            normalization: Some(ImageStatistics::DATASET),
+            ..options(dir.path())
+        };
+        change(&mut options);
+        let (set, _) = Dataset::open(options, 16, 1).unwrap();
+        let pixels = load_pixels(&set.items[0]).unwrap();
+        pixels.max_all().unwrap().to_scalar::<f32>().unwrap()
+    };
+    // (1 + 0.3227) / 0.5139, of blue.
+    let unlimited = 2.5738;
+    assert_eq!(largest(&|_| {}), 1.0);
+    for change in [
+        &(|options: &mut DatasetOptions| options.regularisation = true) as &dyn Fn(&mut DatasetOptions),
+        &|options: &mut DatasetOptions| options.cache_latents = true,
+        &|options: &mut DatasetOptions| options.cache_latents_to_disk = true,
+    ] {
+        assert!((largest(change) - unlimited).abs() < 1e-3);
+    }
 }

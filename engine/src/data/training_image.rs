@@ -23,6 +23,8 @@ pub struct TrainingImage {
     pub plan: BucketPlan,
     /// What its pixels are normalised by. `None`: they are from -1 to 1.
     pub normalization: Option<ImageStatistics>,
+    /// Whether its normalised pixels are limited to -1 to 1 before they are encoded.
+    pub is_clamped: bool,
     /// Whether it is flipped left to right.
     pub flip_x: bool,
     /// Whether it is flipped upside down.
@@ -48,6 +50,7 @@ impl TrainingImage {
             flip_y: self.flip_y,
             latent_space: latent_space.to_owned(),
             normalization: self.normalization.map(|statistics| statistics.name),
+            is_clamped: self.is_clamped,
             control: None,
             half: self.half,
         }
@@ -81,6 +84,7 @@ impl TrainingImage {
             }),
             half: control.half,
             normalization: None,
+            is_clamped: false,
             ..self.latent_key(latent_space)
         }
     }

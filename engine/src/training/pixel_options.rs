@@ -21,13 +21,14 @@ impl PixelOptions {
         self.statistics.is_none() && (regularisation || self.contrast == 1.0)
     }
 
-    /// Changes the images of a batch, each [3, h, w] from -1 to 1, on the CPU.
+    /// Changes the images of a batch, each [3, h, w] from -1 to 1 or normalised, on the CPU. But for regularisation sets they are limited to
+    /// -1 to 1 before `statistics`, also at a contrast of 1.
     ///
     /// # Errors
     /// When the arithmetic fails.
     pub fn changed(&self, images: Vec<Tensor>, regularisation: bool) -> Result<Vec<Tensor>> {
         let mut images = images;
-        if !regularisation && self.contrast != 1.0 {
+        if !regularisation {
             let mut sum = 0.0;
             for image in &images {
                 sum += f64::from(image.mean_all()?.to_scalar::<f32>()?);
@@ -93,6 +94,20 @@ mod tests {
             .flat_map(numbers)
             .collect();
         assert_eq!(regularisation, before);
+    }
+
+    /// ai-toolkit limits them at every contrast, also at 1.
+    #[test]
+    fn normalised_images_are_limited_but_for_regularisation_sets() {
+        let options = PixelOptions {
+            contrast: 1.0,
+            statistics: None,
+        };
+        let white = Tensor::full(2.18_f32, (3, 2, 2), &Device::Cpu).unwrap();
+        for (regularisation, expected) in [(false, 1.0_f32), (true, 2.18)] {
+            let images = options.changed(vec![white.clone()], regularisation).unwrap();
+            assert_eq!(numbers(&images[0]), [f64::from(expected); 12]);
+        }
     }
 
     #[test]

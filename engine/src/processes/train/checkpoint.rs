@@ -82,6 +82,9 @@ impl Run<'_> {
             if let Some(statistics) = &options.normalization {
                 data.update(format!("normalised {}\n", statistics.name));
             }
+            if options.clamps_normalized() {
+                data.update(b"clamped\n");
+            }
             if options.random_scale {
                 data.update(b"random scale\n");
             }
