@@ -8,7 +8,7 @@ use crate::context::env;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
-use crate::output::format::{plural, printable, size};
+use crate::output::format::{plural, printable, shell_word, size};
 use aitk_common::hub::HubEnvironment;
 use aitk_common::hub::push::{HubWriter, PushError, Pushed, Source, Upload, check_endpoint};
 use aitk_common::job::process::TrainerProcess;
@@ -47,6 +47,14 @@ impl Push {
             repo,
             private: process.save.hf_private,
         })
+    }
+
+    /// The command that uploads the same.
+    #[must_use]
+    pub fn command(&self) -> String {
+        let folder = shell_word(&printable(&self.folder.display().to_string()));
+        let private = if self.private { " --private" } else { "" };
+        format!("aitk push {folder} --repo {}{private}", printable(&self.repo))
     }
 
     /// Checks before a training that its results may be uploaded at its end, as far as the hub says. A hub that cannot be reached is a
@@ -151,9 +159,8 @@ impl PushPlan {
 
     fn failure(&self, error: PushError) -> Failure {
         let again = format!(
-            "`aitk push {} --repo {}` uploads it again; what the hub has already is not sent twice",
-            self.push.folder.display(),
-            self.push.repo
+            "`{}` uploads it again; what the hub has already is not sent twice",
+            self.push.command()
         );
         let exit = match &error {
             PushError::Unavailable(_) => Exit::Unreachable,
@@ -224,5 +231,28 @@ fn file_size(file: &Upload) -> u64 {
     match &file.source {
         Source::Text(text) => text.len() as u64,
         Source::File(path) => std::fs::metadata(path).map_or(0, |info| info.len()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without `--private` it would make a public repository where none exists yet.
+    #[test]
+    fn the_command_of_a_push_makes_the_same_repository() {
+        let push = |folder: &str, private| Push {
+            folder: PathBuf::from(folder),
+            repo: "me/cat".to_owned(),
+            private,
+        };
+        assert_eq!(
+            push("/output/my lora", true).command(),
+            "aitk push '/output/my lora' --repo me/cat --private"
+        );
+        assert_eq!(
+            push("/output/cat", false).command(),
+            "aitk push /output/cat --repo me/cat"
+        );
     }
 }

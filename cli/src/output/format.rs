@@ -157,6 +157,16 @@ pub fn parse_since(text: &str, now: Timestamp) -> Result<Timestamp, String> {
         .map_err(|_| format!("'{text}' is not a time; expected 10m, 2h, … or RFC 3339 like 2026-05-01T12:00:00Z"))
 }
 
+/// A word of a command line for a POSIX shell: in single quotes if it has characters that the shell reads otherwise.
+#[must_use]
+pub fn shell_word(text: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+:,@%=".contains(c);
+    match !text.is_empty() && text.chars().all(is_plain) {
+        true => text.to_owned(),
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    }
+}
+
 /// Removes control characters from text of other origin (job names, log lines), so that it cannot send escape sequences
 /// to the terminal. Tabs become spaces.
 #[must_use]
@@ -356,6 +366,14 @@ mod tests {
             "2026-05-01T10:00:00Z"
         );
         assert!(parse_since("yesterday", now).is_err());
+    }
+
+    #[test]
+    fn words_of_command_lines_are_quoted_where_the_shell_needs_it() {
+        assert_eq!(shell_word("output/cat-1.5_x"), "output/cat-1.5_x");
+        assert_eq!(shell_word("my lora"), "'my lora'");
+        assert_eq!(shell_word("it's $HOME"), r"'it'\''s $HOME'");
+        assert_eq!(shell_word(""), "''");
     }
 
     #[test]

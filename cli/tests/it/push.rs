@@ -255,7 +255,9 @@ config:
     let refused = aitk(&home, &hub, Some(TOKEN), &run).await;
     assert_eq!(code(&refused), 4, "{}", err(&refused));
     assert!(
-        err(&refused).contains("training is complete") && err(&refused).contains("aitk push"),
+        err(&refused).contains("training is complete")
+            && err(&refused).contains("aitk push")
+            && err(&refused).contains("--repo others/cat --private`"),
         "{}",
         err(&refused)
     );
