@@ -55,6 +55,10 @@ pub struct Contents {
     pub role: String,
     /// What a commit is answered with, and not done: a proxy's page.
     pub commit_answer: Option<String>,
+    /// Whether requests for a new repository get no answer.
+    pub ignores_create: bool,
+    /// How many of them got none.
+    pub unanswered: u32,
 }
 
 /// The running hub. It listens until the runtime ends.
@@ -145,6 +149,15 @@ async fn whoami(State(hub): State<UploadHub>, headers: HeaderMap) -> Response {
 async fn create(State(hub): State<UploadHub>, headers: HeaderMap, Json(body): Json<Value>) -> Response {
     if let Some(refusal) = hub.refusal(&headers) {
         return refusal;
+    }
+    let is_ignored = {
+        let mut contents = hub.contents();
+        let is_ignored = contents.ignores_create;
+        contents.unanswered += u32::from(is_ignored);
+        is_ignored
+    };
+    if is_ignored {
+        std::future::pending::<()>().await;
     }
     let text = |key: &str| body[key].as_str().unwrap_or_default().to_owned();
     let repo = format!("{}/{}", text("organization"), text("name"));

@@ -213,7 +213,7 @@ pub async fn run_embedded(
                 }
             }
         };
-        let result = push_results(ui, result, pushes, directory).await;
+        let result = push_results(ui, result, pushes, directory, &mut signals).await;
         let exit = result.exit;
         // No notification after Ctrl-C.
         if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
@@ -259,15 +259,35 @@ fn pushes(spec: &JobSpec, directory: &Path) -> Vec<Push> {
         .collect()
 }
 
-/// Uploads the results of a config that completed. A failure is printed, and its exit code is that of the config.
-async fn push_results(ui: &Ui, mut result: RunResult, pushes: Vec<Push>, directory: &Path) -> RunResult {
+/// Uploads the results of a config that completed. A failure is printed, and its exit code is that of the config; so is that of a signal,
+/// which stops the uploads.
+async fn push_results(
+    ui: &Ui,
+    mut result: RunResult,
+    pushes: Vec<Push>,
+    directory: &Path,
+    signals: &mut StopSignals,
+) -> RunResult {
     if result.exit != Exit::Ok {
         return result;
     }
-    for push in pushes {
-        let uploaded = match push.plan(ui, directory) {
-            Ok(plan) => plan.upload(ui, directory, PUSH_MESSAGE).await.map(drop),
-            Err(failure) => Err(failure),
+    let mut pushes = pushes.into_iter();
+    while let Some(push) = pushes.next() {
+        let command = push.command();
+        let upload = async {
+            let plan = push.plan(ui, directory)?;
+            plan.upload(ui, directory, PUSH_MESSAGE).await.map(drop)
+        };
+        let uploaded = tokio::select! {
+            uploaded = upload => uploaded,
+            signal = signals.next() => {
+                ui.warn("stopped: the training is complete, but its results are not all on Hugging Face");
+                for command in std::iter::once(command).chain(pushes.map(|push| push.command())) {
+                    ui.notice(&format!("`{command}` uploads the rest"));
+                }
+                result.exit = signal;
+                return result;
+            }
         };
         if let Err(failure) = uploaded {
             ui.warn("the training is complete, but its results were not uploaded to Hugging Face");

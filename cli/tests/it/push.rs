@@ -4,8 +4,11 @@ use crate::preflight::{TINY, images};
 use crate::support::{Home, code, err, out};
 use aitk_common::hub::push::{HubWriter, PushError, Source, Upload};
 use aitk_tests::upload_hub::{TOKEN, UploadHub};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use std::collections::BTreeMap;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 /// Content that is the same for the same number, and not the same for others.
 fn content(length: usize, seed: u8) -> Vec<u8> {
@@ -163,12 +166,9 @@ async fn aitk(home: &Home, hub: &UploadHub, token: Option<&str>, args: &[&str]) 
         .unwrap()
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_training_is_uploaded_at_its_end_with_a_model_card_and_can_be_pushed_again() {
-    let home = Home::new();
-    let hub = UploadHub::start().await.unwrap();
-    images(&home, "data", 2);
-    let text = format!(
+/// The config of a training that is uploaded to a private repository at its end.
+fn training() -> String {
+    format!(
         "job: extension
 config:
   name: cat
@@ -183,8 +183,49 @@ config:
       sample: {{prompts: [\"a photo of [trigger]\"], width: 32, height: 32, sample_steps: 1, sample_every: 3, sampler: ddim}}
       model: {{name_or_path: {TINY}}}
 "
+    )
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_stops_an_upload_and_names_the_command_that_continues_it() {
+    let home = Home::new();
+    let hub = UploadHub::start().await.unwrap();
+    hub.contents().ignores_create = true;
+    images(&home, "data", 2);
+    home.write("cat.yaml", &training());
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(["run", "cat.yaml", "--device", "cpu"])
+        .env_clear()
+        .env("HOME", home.path())
+        .env("PATH", "/usr/bin:/bin")
+        .env("HF_ENDPOINT", hub.endpoint())
+        .env("HF_TOKEN", TOKEN)
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    while hub.contents().unanswered == 0 {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before the upload");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    let stopped = tokio::task::spawn_blocking(move || child.wait_with_output().unwrap());
+    let stopped = stopped.await.unwrap();
+    assert_eq!(code(&stopped), 130, "{}", err(&stopped));
+    assert!(
+        err(&stopped).contains("/out/cat --repo me/cat --private` uploads the rest"),
+        "{}",
+        err(&stopped)
     );
-    home.write("cat.yaml", &text);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_training_is_uploaded_at_its_end_with_a_model_card_and_can_be_pushed_again() {
+    let home = Home::new();
+    let hub = UploadHub::start().await.unwrap();
+    images(&home, "data", 2);
+    home.write("cat.yaml", &training());
     let run = ["run", "cat.yaml", "--device", "cpu"];
     let early = aitk(&home, &hub, None, &run).await;
     assert_eq!(code(&early), 4, "{}", err(&early));
