@@ -62,12 +62,14 @@ pub struct RunResult {
     pub artifacts: Vec<Artifact>,
     /// Its exit code.
     pub exit: Exit,
+    /// The exit code of the signal that came while it ran. It may have completed all the same.
+    pub signal: Option<Exit>,
 }
 
 /// The results of all configs.
 #[derive(Clone, Debug)]
 pub struct RunReport {
-    /// In order; without `recover` those after the first failure are missing.
+    /// In order; without `recover` those after the first failure are missing, and so are those after a signal.
     pub results: Vec<RunResult>,
     /// 0 when all completed, else the code of the first that did not.
     pub exit: Exit,
@@ -150,6 +152,7 @@ pub async fn run_embedded(
                     job: None,
                     artifacts: Vec::new(),
                     exit: failure.exit,
+                    signal: None,
                 });
             }
             Err(failure) => return Err(failure),
@@ -192,7 +195,8 @@ pub async fn run_embedded(
     }
 
     let several = configs.len() > 1;
-    for (path, mut loaded, batches, pushes) in ready {
+    let mut ready = ready.into_iter();
+    while let Some((path, mut loaded, batches, pushes)) = ready.next() {
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
@@ -210,6 +214,7 @@ pub async fn run_embedded(
                     job: None,
                     artifacts: Vec::new(),
                     exit: failure.exit,
+                    signal: None,
                 }
             }
         };
@@ -219,13 +224,17 @@ pub async fn run_embedded(
         if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
             options.notify.job_ended(ui, job).await;
         }
+        let last_exit = exit_by_signal(exit, result.signal, ready.len());
         results.push(result);
         if exit == Exit::Killed {
             local.kill().await;
             drop(folder);
             return Ok(RunReport { results, exit });
         }
-        if matches!(exit, Exit::Interrupted | Exit::Terminated) {
+        if let Some(exit) = last_exit {
+            for (path, ..) in ready {
+                ui.warn(&format!("{} was not run", path.display()));
+            }
             shut_down(local, &mut signals).await;
             return Ok(RunReport { results, exit });
         }
@@ -251,6 +260,17 @@ pub async fn run_embedded(
     Ok(report)
 }
 
+/// The exit code with which no further config runs after one with this exit code, and this signal while it ran. `None`: the next of the
+/// `remaining` ones runs, or its own code is that of the command.
+fn exit_by_signal(exit: Exit, signal: Option<Exit>, remaining: usize) -> Option<Exit> {
+    match (exit, signal) {
+        (Exit::Interrupted | Exit::Terminated, _) => Some(exit),
+        // The signal came when the job had nothing left to do but to save.
+        (Exit::Ok, Some(signal)) if remaining > 0 => Some(signal),
+        _ => None,
+    }
+}
+
 /// The uploads of the trainings with `save.push_to_hub`.
 fn pushes(spec: &JobSpec, directory: &Path) -> Vec<Push> {
     let trainings = spec.process.iter().filter_map(|process| process.trainer());
@@ -260,7 +280,7 @@ fn pushes(spec: &JobSpec, directory: &Path) -> Vec<Push> {
 }
 
 /// Uploads the results of a config that completed. A failure is printed, and its exit code is that of the config; so is that of a signal,
-/// which stops the uploads.
+/// which stops the uploads. One that came while the config ran does so too.
 async fn push_results(
     ui: &Ui,
     mut result: RunResult,
@@ -271,6 +291,7 @@ async fn push_results(
     if result.exit != Exit::Ok {
         return result;
     }
+    let received = result.signal;
     let mut pushes = pushes.into_iter();
     while let Some(push) = pushes.next() {
         let command = push.command();
@@ -278,9 +299,15 @@ async fn push_results(
             let plan = push.plan(ui, directory)?;
             plan.upload(ui, directory, PUSH_MESSAGE).await.map(drop)
         };
+        let stop = async {
+            match received {
+                Some(signal) => signal,
+                None => signals.next().await,
+            }
+        };
         let uploaded = tokio::select! {
-            uploaded = upload => uploaded,
-            signal = signals.next() => {
+            biased;
+            signal = stop => {
                 ui.warn("stopped: the training is complete, but its results are not all on Hugging Face");
                 for command in std::iter::once(command).chain(pushes.map(|push| push.command())) {
                     ui.notice(&format!("`{command}` uploads the rest"));
@@ -288,6 +315,7 @@ async fn push_results(
                 result.exit = signal;
                 return result;
             }
+            uploaded = upload => uploaded,
         };
         if let Err(failure) = uploaded {
             ui.warn("the training is complete, but its results were not uploaded to Hugging Face");
@@ -419,6 +447,7 @@ async fn run_one(
                         job: Some(follower.job().clone()),
                         artifacts: Vec::new(),
                         exit: Exit::Killed,
+                        signal: Some(which),
                     });
                 }
                 signal = Some(which);
@@ -447,6 +476,7 @@ async fn run_one(
         job: Some(job),
         artifacts,
         exit,
+        signal,
     })
 }
 
@@ -491,6 +521,22 @@ mod tests {
             ..ClusterConfig::default()
         };
         assert!(apply(&mut large).unwrap_err().message.contains("7.0 GiB"));
+    }
+
+    #[test]
+    fn no_config_starts_after_a_signal_also_when_the_job_completed() {
+        assert_eq!(
+            exit_by_signal(Exit::Ok, Some(Exit::Interrupted), 1),
+            Some(Exit::Interrupted)
+        );
+        // It was the last one: all is done.
+        assert_eq!(exit_by_signal(Exit::Ok, Some(Exit::Interrupted), 0), None);
+        for stopped in [Exit::Interrupted, Exit::Terminated] {
+            assert_eq!(exit_by_signal(stopped, Some(stopped), 1), Some(stopped));
+        }
+        for exit in [Exit::Ok, Exit::Failed] {
+            assert_eq!(exit_by_signal(exit, None, 1), None);
+        }
     }
 
     #[test]
