@@ -119,32 +119,8 @@ pub async fn run_embedded(
     let mut results = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
-        let read_options = ReadOptions {
-            name: options.name.as_deref(),
-            changes: &options.changes,
-            script: options.script,
-            ..ReadOptions::default()
-        };
-        let read = config::read(ui, path, directory, read_options);
-        let read = read.and_then(|loaded| {
-            config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory)?;
-            check_allowed(&loaded.spec, &options.allow_extensions).map(|()| loaded)
-        });
-        let checked = match read {
-            Ok(loaded) => preflight::check_before_start(ui, &loaded, directory, true)
-                .await
-                .map(|checked| (loaded, checked.image_batches)),
-            Err(failure) => Err(failure),
-        };
-        match checked {
-            Ok((loaded, batches)) => {
-                let pushes = pushes(&loaded.spec, directory);
-                // Before the training: a missing token would be noticed hours later.
-                for push in &pushes {
-                    push.check(ui, directory).await?;
-                }
-                ready.push((path.clone(), loaded, batches, pushes));
-            }
+        match read_and_check(ui, path, directory, options).await {
+            Ok((loaded, batches, pushes)) => ready.push((path.clone(), loaded, batches, pushes)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);
                 results.push(RunResult {
@@ -258,6 +234,34 @@ pub async fn run_embedded(
         }
     }
     Ok(report)
+}
+
+/// Reads a config and checks it before the first one starts. Returns it with its batches of images and its uploads.
+async fn read_and_check(
+    ui: &Ui,
+    path: &Path,
+    directory: &Path,
+    options: &RunOptions,
+) -> Result<(LoadedJob, Vec<ImageBatch>, Vec<Push>), Failure> {
+    let read_options = ReadOptions {
+        name: options.name.as_deref(),
+        changes: &options.changes,
+        script: options.script,
+        ..ReadOptions::default()
+    };
+    let loaded = config::read(ui, path, directory, read_options)?;
+    config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory)?;
+    check_allowed(&loaded.spec, &options.allow_extensions)?;
+    let checked = preflight::check_before_start(ui, &loaded, directory, true).await?;
+    let pushes = pushes(&loaded.spec, directory);
+    // Before the training: a missing token would be noticed hours later.
+    for push in &pushes {
+        push.check(ui, directory).await.map_err(|failure| Failure {
+            message: format!("{}: {}", path.display(), failure.message),
+            ..failure
+        })?;
+    }
+    Ok((loaded, checked.image_batches, pushes))
 }
 
 /// The exit code with which no further config runs after one with this exit code, and this signal while it ran. `None`: the next of the

@@ -1,6 +1,7 @@
 //! `aitk push` and `save.push_to_hub`, over real HTTP to a hub that takes uploads as Hugging Face does.
 
 use crate::preflight::{TINY, images};
+use crate::run::generate;
 use crate::support::{Home, code, err, out};
 use aitk_common::hub::push::{HubWriter, PushError, Source, Upload};
 use aitk_tests::upload_hub::{TOKEN, UploadHub};
@@ -231,6 +232,17 @@ async fn a_training_is_uploaded_at_its_end_with_a_model_card_and_can_be_pushed_a
     assert_eq!(code(&early), 4, "{}", err(&early));
     assert!(err(&early).contains("HF_TOKEN"), "{}", err(&early));
     assert!(!home.path().join("out/cat").exists(), "refused before the training");
+    // With `--recover` the other configs run.
+    generate(&home, "one");
+    let both = ["run", "cat.yaml", "one.yaml", "--recover", "--device", "cpu"];
+    let recovered = aitk(&home, &hub, None, &both).await;
+    assert_eq!(code(&recovered), 4, "{}", err(&recovered));
+    assert!(
+        err(&recovered).contains("cat.yaml: there is no token"),
+        "{}",
+        err(&recovered)
+    );
+    assert!(!home.path().join("out/cat").exists() && home.path().join("out/one").exists());
 
     let done = aitk(&home, &hub, Some(TOKEN), &run).await;
     assert_eq!(code(&done), 0, "{}", err(&done));
