@@ -314,7 +314,7 @@ async fn push_results(
             signal = stop => {
                 ui.warn("stopped: the training is complete, but its results are not all on Hugging Face");
                 for command in std::iter::once(command).chain(pushes.map(|push| push.command())) {
-                    ui.notice(&format!("`{command}` uploads the rest"));
+                    ui.notice(&format!("to upload the rest:\n  {command}"));
                 }
                 result.exit = signal;
                 return result;

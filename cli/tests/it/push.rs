@@ -215,7 +215,7 @@ async fn ctrl_c_stops_an_upload_and_names_the_command_that_continues_it() {
     let stopped = stopped.await.unwrap();
     assert_eq!(code(&stopped), 130, "{}", err(&stopped));
     assert!(
-        err(&stopped).contains("/out/cat --repo me/cat --private` uploads the rest"),
+        err(&stopped).contains("/out/cat --repo me/cat --private\n"),
         "{}",
         err(&stopped)
     );
