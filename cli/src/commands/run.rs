@@ -23,7 +23,7 @@ use aitk_common::fsutil;
 use aitk_common::job::change::Change;
 use aitk_common::job::cluster::{ClusterConfig, Labels};
 use aitk_common::job::values::OneOrMany;
-use aitk_common::job::{JobSpec, LoadedJob};
+use aitk_common::job::{JobSpec, LoadedJob, Process};
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::sd_scripts::Script;
@@ -176,13 +176,22 @@ pub async fn run_embedded(
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
+        let resumes = loaded.spec.process.iter().any(resumes);
         let applied = apply_to_this_machine(ui, &mut loaded.spec.cluster, &devices);
         let result = match applied.and_then(|()| submission(&path, directory, loaded, batches)) {
             Ok(submission) => run_one(ui, &local, &path, submission, &mut signals, options.format).await,
             Err(failure) => Err(failure),
         };
         let result = match result {
-            Ok(result) => result,
+            Ok(result) => {
+                if result.signal == Some(result.exit) {
+                    ui.notice(match resumes {
+                        true => "stopped; run the same command again to resume",
+                        false => "stopped; the same command begins anew",
+                    });
+                }
+                result
+            }
             Err(failure) => {
                 ui.failure(&failure);
                 RunResult {
@@ -262,6 +271,12 @@ async fn read_and_check(
         })?;
     }
     Ok((loaded, checked.image_batches, pushes))
+}
+
+/// Whether a later run of the same config continues this process where it stopped: the others find what they did by the id of the job,
+/// which is another one then.
+fn resumes(process: &Process) -> bool {
+    process.trainer().is_some() || process.lm_trainer().is_some()
 }
 
 /// The exit code with which no further config runs after one with this exit code, and this signal while it ran. `None`: the next of the
@@ -472,9 +487,6 @@ async fn run_one(
         (Some(_), Exit::Ok) | (None, _) => job_exit(&job),
         (Some(signal), _) => signal,
     };
-    if signal.is_some() && exit != Exit::Ok {
-        ui.notice("stopped; run the same command again to resume");
-    }
     Ok(RunResult {
         config: path.to_owned(),
         job: Some(job),
@@ -489,6 +501,7 @@ mod tests {
     use super::*;
     use aitk_common::capability::DeviceRef;
     use aitk_common::job::cluster::ByteCount;
+    use aitk_common::job::{LoadOptions, parse};
 
     #[test]
     fn requirements_that_this_machine_does_not_meet_are_errors() {
@@ -541,6 +554,24 @@ mod tests {
         for exit in [Exit::Ok, Exit::Failed] {
             assert_eq!(exit_by_signal(exit, None, 1), None);
         }
+    }
+
+    #[test]
+    fn trainings_alone_resume() {
+        let of_job = |job: &str, process: &str| {
+            let text = format!("job: {job}\nconfig:\n  name: a\n  process:\n  - {process}\n");
+            let loaded = parse(&text, aitk_common::job::Format::Yaml, None, &LoadOptions::default()).unwrap();
+            loaded.spec.process.iter().any(resumes)
+        };
+        assert!(of_job(
+            "extension",
+            "{type: sd_trainer, training_folder: out, network: {type: lora, linear: 4}, datasets: [{folder_path: data}], \
+             model: {name_or_path: toy, arch: flux}}"
+        ));
+        assert!(!of_job(
+            "generate",
+            "{type: to_folder, output_folder: out, model: {name_or_path: toy, arch: sd1}, generate: {prompts: [a]}}"
+        ));
     }
 
     #[test]
