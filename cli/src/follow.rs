@@ -7,6 +7,7 @@ use crate::output::ProgressIndicator;
 use crate::output::format::{parse_since, printable, size};
 use crate::output::progress::JobProgress;
 use crate::output::{Format, Ui};
+use crate::reconnection::Reconnection;
 use crate::views::{device, event_json, job_exit, timestamp};
 use aitk_common::control_plane::{AttemptState, EventBody, JobEvent, JobState, JobView};
 use aitk_common::step_metrics::step_line;
@@ -14,18 +15,6 @@ use futures::{Stream, StreamExt};
 use std::collections::VecDeque;
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
-
-/// The first delay before reconnecting; it doubles up to [`MAX_RETRY_DELAY`].
-const FIRST_RETRY_DELAY: Duration = Duration::from_millis(250);
-const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// How long to try to reconnect. A restart of the coordinator takes less time.
-const RECONNECT_TIMEOUT: Duration = Duration::from_secs(300);
-
-/// Whether to try again to reach a coordinator that has been unreachable since then.
-#[must_use]
-pub fn may_reconnect(unreachable_since: Option<Instant>) -> bool {
-    unreachable_since.is_none_or(|since| since.elapsed() < RECONNECT_TIMEOUT)
-}
 
 /// How often the reason why a job waits is fetched.
 const REASON_POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -41,8 +30,7 @@ pub struct JobFollower<'a> {
     job: JobView,
     cursor: u64,
     stream: Option<EventStream>,
-    retry_delay: Duration,
-    disconnected_since: Option<Instant>,
+    reconnection: Reconnection,
 }
 
 impl<'a> JobFollower<'a> {
@@ -55,8 +43,7 @@ impl<'a> JobFollower<'a> {
             job,
             cursor,
             stream: None,
-            retry_delay: FIRST_RETRY_DELAY,
-            disconnected_since: None,
+            reconnection: Reconnection::default(),
         }
     }
 
@@ -82,26 +69,28 @@ impl<'a> JobFollower<'a> {
                     if numbered {
                         self.cursor = event.cursor;
                     }
-                    (self.retry_delay, self.disconnected_since) = (FIRST_RETRY_DELAY, None);
+                    self.reconnection.event_received();
                     return Ok(Some(event));
                 }
                 // The stream ended because the job ended or because the coordinator shuts down.
                 Ok(None) => {
-                    self.stream = None;
-                    match self.api.get(self.job.id.as_str()).await {
+                    self.close_stream();
+                    let cause = match self.api.get(self.job.id.as_str()).await {
                         Ok(job) => {
                             self.job = job;
                             if self.job.state.is_ended() {
                                 return Ok(None);
                             }
+                            self.reconnection.call_answered();
+                            None
                         }
-                        Err(failure) if failure.exit == Exit::Unreachable => {}
+                        Err(failure) if failure.exit == Exit::Unreachable => Some(failure),
                         Err(failure) => return Err(failure),
-                    }
-                    self.wait_before_retry(None).await?;
+                    };
+                    self.wait_before_retry(cause).await?;
                 }
                 Err(failure) if failure.exit == Exit::Unreachable => {
-                    self.stream = None;
+                    self.close_stream();
                     self.wait_before_retry(Some(failure)).await?;
                 }
                 Err(failure) => return Err(failure),
@@ -114,7 +103,8 @@ impl<'a> JobFollower<'a> {
             Some(stream) => stream,
             slot => {
                 let opened = self.api.events(&self.job.id, self.cursor, true).await?;
-                if self.disconnected_since.is_some() {
+                self.reconnection.stream_opened(Instant::now());
+                if self.reconnection.is_disconnected() {
                     tracing::debug!(cursor = self.cursor, "connected again");
                 }
                 slot.insert(Box::pin(opened))
@@ -123,24 +113,29 @@ impl<'a> JobFollower<'a> {
         stream.next().await.transpose()
     }
 
+    fn close_stream(&mut self) {
+        self.stream = None;
+        self.reconnection.stream_closed(Instant::now());
+    }
+
+    /// Waits before the next attempt. `cause`: why the coordinator is not reachable, if it is not.
     async fn wait_before_retry(&mut self, cause: Option<Failure>) -> Result<(), Failure> {
-        if !may_reconnect(self.disconnected_since) {
+        let was_disconnected = self.reconnection.is_disconnected();
+        let Some(delay) = self.reconnection.next_delay(Instant::now()) else {
             let failure =
                 cause.unwrap_or_else(|| Failure::new(Exit::Unreachable, "the coordinator closes every event stream"));
             return Err(failure.hint(format!(
                 "the job continues; to follow it again: aitk watch {}",
                 self.job.id
             )));
-        }
+        };
         if let Some(failure) = cause
-            && self.disconnected_since.is_none()
+            && !was_disconnected
         {
             self.ui
                 .warn(&format!("{failure}; reconnecting; the job itself continues"));
         }
-        self.disconnected_since.get_or_insert_with(Instant::now);
-        tokio::time::sleep(self.retry_delay).await;
-        self.retry_delay = (self.retry_delay * 2).min(MAX_RETRY_DELAY);
+        tokio::time::sleep(delay).await;
         Ok(())
     }
 }

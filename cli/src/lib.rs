@@ -28,6 +28,7 @@ pub mod notify;
 pub mod output;
 pub mod paths;
 pub mod preflight;
+pub mod reconnection;
 pub mod run_folder;
 pub mod sd_scripts;
 pub mod settings;

@@ -3,11 +3,12 @@
 use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{JobFollower, LogFilter, LogTarget, may_reconnect, print_detached};
+use crate::follow::{JobFollower, LogFilter, LogTarget, print_detached};
 use crate::log_formatter::LogFormatter;
 use crate::output::format::printable;
 use crate::output::progress::JobProgress;
 use crate::output::{Format, ProgressIndicator, Ui};
+use crate::reconnection::may_reconnect;
 use crate::views::{event_json, job_detail, job_exit, job_json};
 use aitk_common::control_plane::{EventBody, JobEvent, JobState, JobView};
 use aitk_common::id::JobId;

@@ -5,10 +5,10 @@ use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, SampleArg
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::may_reconnect;
 use crate::members::is_array;
 use crate::notify::Notify;
 use crate::output::{Format, Ui};
+use crate::reconnection::may_reconnect;
 use crate::views::{job_exit, job_json, jobs_table};
 use aitk_common::control_plane::{JobState, JobView};
 use aitk_common::id::JobId;
