@@ -182,16 +182,17 @@ impl CertificateRenewer {
         }
     }
 
-    /// Loads the identity that `aitk-worker join` wrote meanwhile, if it is newer.
+    /// Loads the identity that `aitk-worker join` wrote meanwhile. It may expire earlier than the one before it: the coordinator may give
+    /// certificates for a shorter time now, or the clock was ahead.
     pub(crate) fn reload(&self) {
         match WorkerIdentity::read(&self.data_dir) {
             Ok(Some(read)) => {
                 self.current.send_if_modified(|now| {
-                    let newer = read.expires_at > now.expires_at && read != *now;
-                    if newer {
+                    let is_other = read != *now;
+                    if is_other {
                         *now = read;
                     }
-                    newer
+                    is_other
                 });
             }
             Ok(None) => {}
@@ -226,6 +227,46 @@ impl CertificateRenewer {
                     tokio::time::sleep(wait.clamp(Duration::from_secs(1), CHECK_INTERVAL)).await;
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity(certificate: &str, expires_at: u64) -> WorkerIdentity {
+        WorkerIdentity {
+            server: "https://server:7420".to_owned(),
+            name: UserName::parse("box").unwrap(),
+            worker: WorkerId::parse("w1").unwrap(),
+            ca: ContentHash::of(b"ca"),
+            ca_pem: None,
+            certificate: certificate.to_owned(),
+            key: format!("key of {certificate}"),
+            renew_at: UnixMillis(expires_at / 2),
+            expires_at: UnixMillis(expires_at),
+        }
+    }
+
+    /// The one before may be revoked, so that the worker needs the new one whatever its time.
+    #[test]
+    fn the_identity_of_a_new_join_is_used_also_if_it_expires_earlier() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = identity("first", 3_000_000);
+        let renewer = CertificateRenewer::new(dir.path().to_owned(), first.server.clone(), None, first.clone());
+        let mut current = renewer.subscribe();
+        renewer.reload();
+        assert_eq!(*current.borrow_and_update(), first);
+        for (certificate, expires_at) in [("second", 1_000_000), ("third", 9_000_000)] {
+            let joined = identity(certificate, expires_at);
+            joined.write(dir.path()).unwrap();
+            renewer.reload();
+            assert!(current.has_changed().unwrap(), "{certificate}");
+            assert_eq!(*current.borrow_and_update(), joined);
+            // Nothing has changed since.
+            renewer.reload();
+            assert!(!current.has_changed().unwrap(), "{certificate}");
         }
     }
 }
