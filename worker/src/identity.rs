@@ -22,6 +22,8 @@ use tokio::sync::watch;
 const IDENTITY_FILE: &str = "identity.json";
 /// How often the clock is checked: a machine that slept must not miss its renewal by days.
 const CHECK_INTERVAL: Duration = Duration::from_secs(600);
+/// How often an identity that expired is read again.
+const EXPIRED_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The identity of a worker that joined.
 #[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]
@@ -163,6 +165,30 @@ impl WorkerIdentity {
     }
 }
 
+/// What a renewer does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RenewalStep {
+    /// Waits, and looks again.
+    Wait(Duration),
+    /// Requests the next certificate.
+    Renew,
+    /// Waits for another identity: TLS refuses an expired certificate, so that only `aitk-worker join` helps.
+    AwaitJoin,
+}
+
+impl RenewalStep {
+    fn of(identity: &WorkerIdentity, now: UnixMillis) -> Self {
+        let left = identity.renew_at.since(now);
+        if now >= identity.expires_at {
+            Self::AwaitJoin
+        } else if left.is_zero() {
+            Self::Renew
+        } else {
+            Self::Wait(left.min(CHECK_INTERVAL))
+        }
+    }
+}
+
 /// Renews the certificate of an identity.
 #[derive(Debug)]
 pub(crate) struct CertificateRenewer {
@@ -205,14 +231,23 @@ impl CertificateRenewer {
         self.current.subscribe()
     }
 
-    /// Renews the certificate after half of its life, and retries failures.
+    /// Renews the certificate after half of its life, and retries failures until it expires.
     pub(crate) async fn run(self: Arc<Self>) {
         loop {
             let current = self.current.borrow().clone();
-            let left = current.renew_at.since(wall_clock());
-            if !left.is_zero() {
-                tokio::time::sleep(left.min(CHECK_INTERVAL)).await;
-                continue;
+            match RenewalStep::of(&current, wall_clock()) {
+                RenewalStep::Renew => {}
+                RenewalStep::Wait(time) => {
+                    tokio::time::sleep(time).await;
+                    continue;
+                }
+                RenewalStep::AwaitJoin => {
+                    // The session reads the file too, before it connects.
+                    let mut identity = self.current.subscribe();
+                    let _ = tokio::time::timeout(EXPIRED_CHECK_INTERVAL, identity.changed()).await;
+                    self.reload();
+                    continue;
+                }
             }
             let renewed = current.renew(&self.server, self.ca_file.as_deref()).await;
             match renewed.and_then(|renewed| renewed.write(&self.data_dir).map(|()| renewed)) {
@@ -246,6 +281,22 @@ mod tests {
             key: format!("key of {certificate}"),
             renew_at: UnixMillis(expires_at / 2),
             expires_at: UnixMillis(expires_at),
+        }
+    }
+
+    /// Each try would be a refused handshake, which the coordinator audits.
+    #[test]
+    fn an_expired_certificate_is_not_renewed() {
+        let identity = identity("first", 4_000_000);
+        for (now, expected) in [
+            (1_900_000, RenewalStep::Wait(Duration::from_secs(100))),
+            (0, RenewalStep::Wait(CHECK_INTERVAL)),
+            (2_000_000, RenewalStep::Renew),
+            (3_999_999, RenewalStep::Renew),
+            (4_000_000, RenewalStep::AwaitJoin),
+            (9_000_000, RenewalStep::AwaitJoin),
+        ] {
+            assert_eq!(RenewalStep::of(&identity, UnixMillis(now)), expected, "{now}");
         }
     }
 
