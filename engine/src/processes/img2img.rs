@@ -66,8 +66,18 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     let config = &process.generate;
     let sampler = config.sampler.name();
     samplers::check_name(sampler)?;
-    let tasks = tasks(process, cx)?;
     let root = cx.output_root(Some(&process.output_folder));
+    // On a worker copies are beside the results.
+    let copies_root = process
+        .copy_inputs_to
+        .as_deref()
+        .filter(|_| cx.spec.output_root.is_none());
+    let copies_root = copies_root.map(super::expand_home);
+    let results: Vec<&Path> = std::iter::once(&root)
+        .chain(&copies_root)
+        .map(PathBuf::as_path)
+        .collect();
+    let tasks = tasks(process, &results, cx)?;
     let folder = own_folder(process, &root, cx, |other| other.output_folder == process.output_folder);
     fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
     let copies = process.copy_inputs_to.as_ref().map(|path| match cx.spec.output_root {
@@ -342,17 +352,42 @@ fn image_sizes(process: &Img2ImgProcess, cx: &Context<'_>) -> Result<BTreeSet<(u
     Ok(sizes)
 }
 
-/// The tasks of all data sets, in order.
-fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
+/// Those of the folders of results that are below a data set's folder. The images in them are results of earlier runs. Where results are
+/// written into the data set's own folder, they cannot be told from its images.
+fn results_below(dataset: &Path, results: &[&Path]) -> Vec<PathBuf> {
+    let canonical = |path: &Path| std::fs::canonicalize(path).ok();
+    let Some(dataset) = canonical(dataset) else {
+        return Vec::new();
+    };
+    let results = results.iter().filter_map(|folder| canonical(folder));
+    results
+        .filter(|folder| folder.starts_with(&dataset) && *folder != dataset)
+        .collect()
+}
+
+/// Whether an image is in one of these folders, whose paths are canonical.
+fn is_below(image: &Path, folders: &[PathBuf]) -> bool {
+    let folder = image.parent().and_then(|folder| std::fs::canonicalize(folder).ok());
+    folder.is_some_and(|folder| folders.iter().any(|results| folder.starts_with(results)))
+}
+
+/// The tasks of all data sets, in order. `results`: the folders that are written to.
+fn tasks(process: &Img2ImgProcess, results: &[&Path], cx: &mut Context<'_>) -> Result<Vec<Task>> {
     let mut out = Vec::new();
     for config in &process.datasets {
         for resolution in config.resolution.iter() {
             let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
+            let folders = results_below(&options.path, results);
             let (dataset, warnings) = Dataset::open(options, divisibility(process, config), cx.spec.seed)?;
             for warning in warnings {
                 cx.log("warn", warning);
             }
+            let mut left_out = None;
             for item in &dataset.items {
+                if !folders.is_empty() && is_below(&item.path, &folders) {
+                    left_out.get_or_insert(&item.path);
+                    continue;
+                }
                 let index = out.len() as u64;
                 let mut generator = generator_for(cx.spec.seed, "img2img/caption", index, 0);
                 let prompt = build_caption(&item.caption, &dataset.options.captions, &mut generator);
@@ -366,6 +401,15 @@ fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
                     },
                     prompt,
                 });
+            }
+            if let Some(first) = left_out {
+                cx.log(
+                    "warn",
+                    format!(
+                        "{} and other images in folders that results are written to are left out",
+                        first.display()
+                    ),
+                );
             }
         }
     }

@@ -159,3 +159,31 @@ fn img2img_results_have_the_names_of_their_images() {
     assert_eq!(std::fs::read(path("b/Cat.png")).unwrap(), before);
     assert!(path("b/Cat_2.png").is_file() && path("b/cat_1_1.txt").is_file());
 }
+
+/// Results of earlier runs are no sources, so that a second run makes the same files again.
+#[test]
+fn img2img_leaves_results_below_the_data_set_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    std::fs::create_dir_all(path("images/sub")).unwrap();
+    for name in ["images/a.png", "images/sub/b.png"] {
+        let image = image::RgbImage::from_pixel(64, 64, image::Rgb([90, 9, 9]));
+        image_io::save(&image, &path(name), &[]).unwrap();
+        std::fs::write(path(name).with_extension("txt"), "a cat").unwrap();
+    }
+    let job = format!(
+        "job: extension\nconfig:\n  name: again\n  process:\n  - type: batch_img2img\n    output_folder: {}\n    \
+         copy_inputs_to: {}\n    model: {{name_or_path: {}, dtype: fp32}}\n    datasets: [{{folder_path: {}, resolution: 64}}]\n    \
+         generate: {{sampler: ddim, sample_steps: 4, denoise_strength: 0.1, seed: 3}}\n",
+        path("images/out").display(),
+        path("images/sub/in").display(),
+        fixtures().join("tiny_sd").display(),
+        path("images").display()
+    );
+    for _ in 0..3 {
+        let (outcome, events) = run_spec(&spec(&job));
+        assert_eq!(outcome, Outcome::Completed);
+        let made: Vec<PathBuf> = images(&events).into_iter().map(|(_, path)| path).collect();
+        assert_eq!(made, ["a.png", "b.png"].map(|name| path("images/out").join(name)));
+    }
+}
