@@ -12,6 +12,7 @@ use aitk_common::control_plane::{Artifact, JobView};
 use aitk_common::hash::ContentHash;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::pin::{Pin, pin};
 
 pub(super) async fn ls(context: &Context, args: ArtifactsLsArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -87,9 +88,21 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     let total = items.iter().map(|item| item.bytes).sum();
     let mut indicator = ui.byte_progress("downloading", total);
     let mut done = 0_u64;
+    let stopped = || {
+        ui.notice("stopped; the same command continues with the missing files");
+        Ok(Exit::Interrupted)
+    };
+    // One future for the whole loop: a new one would miss signals that arrived before it was created.
+    let mut interrupted = pin!(tokio::signal::ctrl_c());
     for item in &mut items {
         indicator.set_message(item.name.rsplit('/').next().unwrap_or(&item.name));
-        match check_existing(&item.path, item.hash, item.bytes)? {
+        let (path, hash, bytes) = (item.path.clone(), item.hash, item.bytes);
+        let check = tokio::task::spawn_blocking(move || check_existing(&path, hash, bytes));
+        let Some(checked) = unless_interrupted(interrupted.as_mut(), check).await else {
+            drop(indicator);
+            return stopped();
+        };
+        match checked.map_err(|error| Failure::failed(error.to_string()))?? {
             ExistingFile::Identical => {
                 item.status = "present";
                 done += item.bytes;
@@ -110,14 +123,12 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
             done = done.saturating_add_signed(more);
             indicator.set(done, total);
         };
-        tokio::select! {
-            fetched = Box::pin(fetch(&api, item.hash, item.bytes, &item.path, progress)) => fetched?,
-            _ = tokio::signal::ctrl_c() => {
-                drop(indicator);
-                ui.notice("stopped; the same command continues with the missing files");
-                return Ok(Exit::Interrupted);
-            }
-        }
+        let download = Box::pin(fetch(&api, item.hash, item.bytes, &item.path, progress));
+        let Some(fetched) = unless_interrupted(interrupted.as_mut(), download).await else {
+            drop(indicator);
+            return stopped();
+        };
+        fetched?;
     }
     drop(indicator);
 
@@ -140,6 +151,15 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
         ui.notice(&format!("{fetched} downloaded{skipped} ({})", size(total)));
     }
     Ok(Exit::Ok)
+}
+
+/// The output of `work`. `None`: it is dropped, because `interrupted` was complete before it.
+async fn unless_interrupted<T>(interrupted: Pin<&mut impl Future>, work: impl Future<Output = T>) -> Option<T> {
+    tokio::select! {
+        biased;
+        _ = interrupted => None,
+        output = work => Some(output),
+    }
 }
 
 /// Returns the output folder when `-o` is not given: a folder with the job's name. If all names start with that folder
@@ -202,6 +222,16 @@ mod tests {
     use super::*;
     use crate::api::tests::job;
     use aitk_common::control_plane::JobState;
+
+    /// A signal that came between two files stops the next one, also if that has nothing to wait for.
+    #[tokio::test]
+    async fn an_interruption_between_two_files_is_noticed() {
+        let (send, receive) = tokio::sync::oneshot::channel();
+        let mut interrupted = pin!(receive);
+        assert_eq!(unless_interrupted(interrupted.as_mut(), async { 1 }).await, Some(1));
+        send.send(()).unwrap();
+        assert_eq!(unless_interrupted(interrupted.as_mut(), async { 2 }).await, None);
+    }
 
     #[test]
     fn the_default_folder_has_the_jobs_name_and_is_in_the_current_folder() {
