@@ -7,6 +7,7 @@ use crate::members::is_array;
 use crate::output::format::printable;
 use crate::run_folder;
 use aitk_common::control_plane::EventBody;
+use aitk_common::id::AttemptId;
 use aitk_common::step_metrics::StepMetrics;
 use futures::StreamExt;
 
@@ -14,8 +15,41 @@ use futures::StreamExt;
 pub struct StepHistory {
     /// The name of the job, or of the run folder.
     pub name: String,
-    /// All steps of a run folder; of a job those that it reported.
+    /// All steps of a run folder; of a job those that its last training reported.
     pub steps: Vec<StepMetrics>,
+    /// How many trainings the job began, one after another; 1 of a run folder.
+    pub trainings: usize,
+}
+
+/// The steps that a job reported, in the order of its events.
+#[derive(Debug, Default)]
+struct ReportedSteps {
+    /// Those of the last training.
+    steps: Vec<StepMetrics>,
+    trainings: usize,
+    attempt: Option<AttemptId>,
+}
+
+impl ReportedSteps {
+    /// Adds a step. One attempt counts upwards, so a smaller number is of the next training of the job, which counts anew. Another attempt
+    /// resumes from a checkpoint and repeats steps, whose old values are dropped.
+    fn add(&mut self, attempt: Option<AttemptId>, step: StepMetrics) {
+        let is_same_attempt = attempt == self.attempt && self.trainings > 0;
+        self.attempt = attempt;
+        let falls = self.steps.last().is_some_and(|last| step.step < last.step);
+        // The memory that a training predicts is reported as that of step 0, at any time.
+        if is_same_attempt && falls && step.step == 0 {
+            return;
+        }
+        if self.trainings == 0 || (is_same_attempt && falls) {
+            self.trainings += 1;
+            self.steps.clear();
+        }
+        while self.steps.last().is_some_and(|last| last.step >= step.step) {
+            self.steps.pop();
+        }
+        self.steps.push(step);
+    }
 }
 
 impl StepHistory {
@@ -32,6 +66,7 @@ impl StepHistory {
         Ok(Self {
             name: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             steps,
+            trainings: 1,
         })
     }
 
@@ -50,19 +85,15 @@ impl StepHistory {
                     .hint(format!("`aitk ps {}` lists them", job.id)),
             );
         }
-        let mut steps: Vec<StepMetrics> = Vec::new();
+        let mut reported = ReportedSteps::default();
         let mut events = Box::pin(api.events(&job.id, 0, false).await?);
         while let Some(event) = events.next().await.transpose()? {
             let EventBody::Metrics { step, values } = event.body else {
                 continue;
             };
-            // An attempt that resumed from a checkpoint repeats steps; drop the old values.
-            while steps.last().is_some_and(|last| last.step >= step) {
-                steps.pop();
-            }
             let milliseconds = i64::try_from(event.time.0).unwrap_or(i64::MAX);
             let time = jiff::Timestamp::from_millisecond(milliseconds).map(|time| time.to_string());
-            steps.push(StepMetrics {
+            let step = StepMetrics {
                 step,
                 values: values
                     .into_iter()
@@ -70,9 +101,14 @@ impl StepHistory {
                     .collect(),
                 time: time.unwrap_or_default(),
                 ..StepMetrics::default()
-            });
+            };
+            reported.add(event.attempt, step);
         }
-        Ok(Self { name: job.name, steps })
+        Ok(Self {
+            name: job.name,
+            steps: reported.steps,
+            trainings: reported.trainings,
+        })
     }
 }
 
@@ -82,5 +118,44 @@ fn metric_name(reported: String) -> String {
         "loss/loss" => "loss".to_owned(),
         "learning_rate" => "lr".to_owned(),
         _ => reported,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The steps of the last training, and how many there were, after these attempts reported these steps.
+    fn reported(attempts: &[(&str, &[u64])]) -> (Vec<u64>, usize) {
+        let mut reported = ReportedSteps::default();
+        for (attempt, steps) in attempts {
+            for step in *steps {
+                let step = StepMetrics {
+                    step: *step,
+                    ..StepMetrics::default()
+                };
+                reported.add(Some(AttemptId::new(*attempt)), step);
+            }
+        }
+        let steps = reported.steps.iter().map(|one| one.step).collect();
+        (steps, reported.trainings)
+    }
+
+    #[test]
+    fn an_attempt_that_resumes_repeats_steps_and_a_second_training_counts_anew() {
+        assert_eq!(reported(&[]), (vec![], 0));
+        assert_eq!(reported(&[("a", &[0, 1, 2, 2, 3])]), (vec![0, 1, 2, 3], 1));
+        assert_eq!(
+            reported(&[("a", &[10, 20, 30]), ("b", &[20, 30, 40])]),
+            (vec![10, 20, 30, 40], 1)
+        );
+        assert_eq!(reported(&[("a", &[10, 20]), ("b", &[10])]), (vec![10], 1));
+        // Two trainings in one attempt; the second one resumes.
+        assert_eq!(
+            reported(&[("a", &[10, 20, 30, 10, 20]), ("b", &[20, 30])]),
+            (vec![10, 20, 30], 2)
+        );
+        // A prediction of memory in the middle of a training.
+        assert_eq!(reported(&[("a", &[0, 10, 20, 0, 30])]), (vec![0, 10, 20, 30], 1));
     }
 }

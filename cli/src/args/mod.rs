@@ -214,7 +214,7 @@ pub enum Command {
     Validate(ValidateArgs),
     /// Show the loss curve of a training
     #[command(
-        long_about = "Show the loss curve of a training: of a job (the steps that it reported, see \
+        long_about = "Show the loss curve of a training: of a job (the steps that its last training reported, see \
                      logging.log_every), or of a run folder on this machine (all steps, from its metrics.jsonl)."
     )]
     Plot(PlotArgs),

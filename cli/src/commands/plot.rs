@@ -29,6 +29,13 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
         )));
     }
     let history = StepHistory::read(context, &args.job).await?;
+    if history.trainings > 1 {
+        ui.warn(&format!(
+            "{} had {} trainings: this is the last one; the others are in the metrics of their run folders",
+            printable(&args.job),
+            history.trainings
+        ));
+    }
     if let Some(folder) = &args.tensorboard {
         return write_event_file(&ui, &history, folder, &args.job);
     }
