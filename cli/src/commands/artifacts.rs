@@ -203,10 +203,13 @@ fn choose(artifacts: Vec<Artifact>, names: &[String], kinds: &[String]) -> Resul
         .filter(|artifact| is_wanted(artifact, names, kinds))
         .collect();
     if selected.is_empty() {
-        return Err(
-            Failure::not_found(format!("the job has no file of kind {}", kinds.join(" or ")))
-                .hint("`aitk artifacts ls JOB` lists its files"),
-        );
+        let kinds = kinds.join(" or ");
+        let message = match names {
+            [] => format!("the job has no file of kind {kinds}"),
+            // Each name matches a file, as checked above.
+            _ => format!("the files that match the names are not of kind {kinds}"),
+        };
+        return Err(Failure::not_found(message).hint("`aitk artifacts ls JOB` lists its files"));
     }
     Ok(selected)
 }
@@ -223,6 +226,18 @@ mod tests {
     use crate::api::tests::job;
     use aitk_common::control_plane::JobState;
 
+    fn artifact(name: &str, kind: &str) -> Artifact {
+        Artifact {
+            name: name.to_owned(),
+            kind: kind.to_owned(),
+            hash: None,
+            bytes: 1,
+            step: None,
+            index: None,
+            local_path: None,
+        }
+    }
+
     /// A signal that came between two files stops the next one, also if that has nothing to wait for.
     #[tokio::test]
     async fn an_interruption_between_two_files_is_noticed() {
@@ -234,6 +249,25 @@ mod tests {
     }
 
     #[test]
+    fn the_message_says_whether_the_names_or_the_kinds_match_no_file() {
+        let artifacts = || vec![artifact("a.png", "image"), artifact("a.safetensors", "lora")];
+        let message = |names: &[&str], kinds: &[&str]| {
+            let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+            choose(artifacts(), &owned(names), &owned(kinds)).unwrap_err().message
+        };
+        assert_eq!(message(&[], &["text"]), "the job has no file of kind text");
+        assert_eq!(
+            message(&["*.gif"], &["lora"]),
+            "the job has no file that matches '*.gif'"
+        );
+        // There is a LoRA, and there are PNGs.
+        assert_eq!(
+            message(&["*.png"], &["lora"]),
+            "the files that match the names are not of kind lora"
+        );
+    }
+
+    #[test]
     fn the_default_folder_has_the_jobs_name_and_is_in_the_current_folder() {
         let folder = |name: &str| folder_of_job(&job("j1", name, JobState::Completed, 0));
         assert_eq!(folder("my lora"), Path::new("my lora"));
@@ -241,18 +275,7 @@ mod tests {
             assert_eq!(folder(name), Path::new("j1"), "{name}");
         }
         let default = |names: &[&str]| {
-            let artifacts: Vec<Artifact> = names
-                .iter()
-                .map(|name| Artifact {
-                    name: (*name).to_owned(),
-                    kind: "lora".to_owned(),
-                    hash: None,
-                    bytes: 1,
-                    step: None,
-                    index: None,
-                    local_path: None,
-                })
-                .collect();
+            let artifacts: Vec<Artifact> = names.iter().map(|name| artifact(name, "lora")).collect();
             default_folder(&job("j1", "cat", JobState::Completed, 0), &artifacts)
         };
         assert_eq!(default(&["cat/cat.safetensors", "cat/samples/1.png"]), Path::new(""));
