@@ -196,3 +196,35 @@ fn an_image_survives_the_conversion_to_a_tensor_and_back() {
     let back = from_tensor(&tensor.unsqueeze(0).unwrap()).unwrap();
     assert_eq!(back[0], original);
 }
+
+/// The end marker of the thumbnail in a photo's header is not that of the photo.
+#[test]
+fn a_cut_jpeg_with_a_thumbnail_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("photo.jpg");
+    RgbImage::from_fn(64, 64, |x, y| {
+        image::Rgb([(x * 37 + y * 91) as u8, (x * y) as u8, (x * x) as u8])
+    })
+    .save(&path)
+    .unwrap();
+    let plain = std::fs::read(&path).unwrap();
+    let thumbnail = b"Exif\0\0\xff\xd8\xff\xc0thumbnail\xff\xd9";
+    let length = u16::try_from(thumbnail.len() + 2).unwrap().to_be_bytes();
+    let header = [&plain[..2], &[0xff, 0xe1], &length, thumbnail].concat();
+    let photo = [header.as_slice(), &plain[2..]].concat();
+    let is_cut = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        is_cut_off(&path)
+    };
+    assert!(!is_cut(&photo));
+    assert!(!is_cut(&[photo.as_slice(), &[0; 100]].concat()), "data after the end");
+    for end in [
+        header.len(),
+        header.len() + 3,
+        header.len() + 40,
+        photo.len() - 100,
+        photo.len() - 2,
+    ] {
+        assert!(is_cut(&photo[..end]), "{end} of {}", photo.len());
+    }
+}
