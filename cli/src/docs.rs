@@ -15,7 +15,7 @@ Results and the log of a job (with its warnings) go to standard output. Progress
 standard error. On a terminal, lists are tables that fit its width; in a pipe the same columns are separated by tabs, and nothing is
 shortened (unless `COLUMNS` is set). Without a terminal there are no progress bars, only a plain line every few seconds.
 
-`--json` prints one document with `schema_version` first (that of `bench engine` has none); streams (`logs`, `watch`, `ps --watch`, `submit --follow`, `clone --follow`) print
+`--json` prints one document with `schema_version` first (that of `bench engine` has none); streams (`run`, `logs`, `watch`, `ps --watch`, `submit --follow`, `clone --follow`) print
 one such object per line. Times in JSON are RFC 3339, sizes are bytes. New fields may be added at any time; `schema_version` is
 increased when a field changes its meaning or is removed.
 
