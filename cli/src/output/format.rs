@@ -65,7 +65,7 @@ pub fn rfc3339(timestamp: Timestamp) -> String {
     format!("{timestamp:.3}")
 }
 
-/// Formats a loss or another number of unknown magnitude with about four significant digits.
+/// Formats a loss or another number of unknown magnitude with four significant digits; below 0.001 and from 10,000 on with two.
 #[must_use]
 pub fn number(value: f64) -> String {
     let size = value.abs();
@@ -74,7 +74,9 @@ pub fn number(value: f64) -> String {
     } else if size == 0.0 {
         "0".to_owned()
     } else if (0.001..10_000.0).contains(&size) {
-        format!("{value:.4}")
+        let digits_before_point = size.log10().floor() as i32 + 1;
+        let decimals = usize::try_from(4 - digits_before_point).unwrap_or(0);
+        format!("{value:.decimals$}")
     } else {
         format!("{value:.1e}")
     }
@@ -334,6 +336,12 @@ mod tests {
     #[test]
     fn numbers_keep_four_digits() {
         assert_eq!(number(0.123_456), "0.1235");
+        assert_eq!(number(0.001_234_6), "0.001235");
+        assert_eq!(number(-0.25), "-0.2500");
+        assert_eq!(number(1.0), "1.000");
+        assert_eq!(number(12.345_6), "12.35");
+        assert_eq!(number(1234.567_8), "1235");
+        assert_eq!(number(12_345.0), "1.2e4");
         assert_eq!(number(0.000_1), "1.0e-4");
         assert_eq!(number(0.0), "0");
         assert_eq!(number(f64::NAN), "NaN");
