@@ -92,7 +92,8 @@ impl AdapterFile {
         if let Some(reason) = control_lora(&keys) {
             return Err(file_error(reason));
         }
-        let mut layers: BTreeMap<String, RoleTensors> = BTreeMap::new();
+        // The tensors of each layer, and the key of its first one.
+        let mut layers: BTreeMap<String, (RoleTensors, String)> = BTreeMap::new();
         let (mut unknown, mut differences) = (Vec::new(), Vec::new());
         for (key, shape) in keys {
             let (stem, role) = match parse_key(&key) {
@@ -112,7 +113,9 @@ impl AdapterFile {
                 differences.push(stem.clone());
             }
             let tensor = weights.get(shape, &key)?;
-            let layer = layers.entry(stem).or_default();
+            let (layer, _) = layers
+                .entry(stem)
+                .or_insert_with(|| (RoleTensors::default(), key.clone()));
             if !role.is_number() {
                 layer.tensors.insert(role, tensor);
                 continue;
@@ -128,11 +131,11 @@ impl AdapterFile {
             };
         }
         let mut modules = Vec::with_capacity(layers.len());
-        for (stem, layer) in layers {
+        for (stem, (layer, first_key)) in layers {
             match read_layer(&layer) {
                 Some(Ok(tensors)) => modules.push(AdapterModule { stem, tensors }),
                 Some(Err(reason)) => return Err(file_error(format!("layer `{stem}`: {reason}"))),
-                None => unknown.push(format!("{stem}.alpha")),
+                None => unknown.push(first_key),
             }
         }
         if modules.is_empty() {

@@ -421,6 +421,26 @@ fn an_invalid_file_is_an_error_that_names_it() {
 }
 
 #[test]
+fn an_unknown_layer_is_named_by_a_tensor_of_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let tensor = |shape: &[usize]| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+    let tensors = BTreeMap::from(
+        [
+            ("lora_unet_conv_in.lora_down.weight", tensor(&[4, 4, 3, 3])),
+            ("lora_unet_conv_in.lora_up.weight", tensor(&[16, 4, 1, 1])),
+            ("lora_unet_x.scalar", tensor(&[1])),
+            ("lora_unet_y.alpha", tensor(&[1])),
+        ]
+        .map(|(name, tensor)| (name.to_owned(), tensor)),
+    );
+    std::fs::write(&path, safetensors_bytes(&tensors, &BTreeMap::new()).unwrap()).unwrap();
+    let file = AdapterFile::open(&path).unwrap();
+    let (_, unknown) = file.resolve(&index_layers(&mut model().parts()).unwrap()).unwrap();
+    assert_eq!(unknown, ["lora_unet_x.scalar", "lora_unet_y.alpha"]);
+}
+
+#[test]
 fn a_training_does_not_start_from_whole_differences() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.safetensors");
