@@ -19,7 +19,7 @@ use aitk_proto::client::{AuthChannel, Clients, ConnectError, addresses, connect}
 use aitk_proto::v1::jobs_client::JobsClient;
 use aitk_proto::{LEADER_HEADER, trace, v1};
 use futures::{Stream, StreamExt};
-use status::{CallFailure, deleted_before, invalid_message, refusal, tls_hint};
+use status::{CallFailure, SubmissionFailure, deleted_before, invalid_message, tls_hint};
 use std::collections::HashSet;
 use std::future::Future;
 use std::path::PathBuf;
@@ -334,7 +334,10 @@ impl Api {
         let call = |mut jobs: Jobs, request| async move { jobs.fit(request).await };
         match self.call_with(v1::SubmitRequest::from(submission), call).await {
             Ok(reply) => reply.try_into().map(Ok).map_err(invalid_message),
-            Err(problem) => refusal(problem).map(Err),
+            Err(problem) => match SubmissionFailure::of(problem) {
+                SubmissionFailure::Refused(failure) => Ok(Err(failure)),
+                SubmissionFailure::CallFailed(failure) => Err(failure),
+            },
         }
     }
 

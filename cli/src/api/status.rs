@@ -16,12 +16,22 @@ pub(super) struct CallFailure {
     pub(super) repeated: bool,
 }
 
-/// The refusal of a submission, or another failure of the call.
-pub(super) fn refusal(problem: CallFailure) -> Result<Failure, Failure> {
-    match problem.code {
-        Some(Code::InvalidArgument) => Ok(Failure::failed(printable(&problem.answer))),
-        Some(Code::Aborted) => Ok(problem.failure),
-        _ => Err(problem.failure),
+/// What a failed call says about the submission that it asked about.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum SubmissionFailure {
+    /// The coordinator would refuse the submission.
+    Refused(Failure),
+    /// Nothing: the call itself failed.
+    CallFailed(Failure),
+}
+
+impl SubmissionFailure {
+    pub(super) fn of(problem: CallFailure) -> Self {
+        match problem.code {
+            Some(Code::InvalidArgument) => Self::Refused(Failure::failed(printable(&problem.answer))),
+            Some(Code::Aborted) => Self::Refused(problem.failure),
+            _ => Self::CallFailed(problem.failure),
+        }
     }
 }
 
@@ -153,11 +163,15 @@ mod tests {
 
     #[test]
     fn a_submission_that_would_be_refused_is_told_from_a_call_that_failed() {
-        let refused = refusal(problem(Some(Code::InvalidArgument), false)).unwrap();
-        assert_eq!(refused, Failure::failed("cluster.split: there is one image"));
-        assert!(refusal(problem(Some(Code::Aborted), false)).is_ok());
+        let of = |code| SubmissionFailure::of(problem(code, false));
+        assert_eq!(
+            of(Some(Code::InvalidArgument)),
+            SubmissionFailure::Refused(Failure::failed("cluster.split: there is one image"))
+        );
+        let failure = || Failure::not_found("the server answered");
+        assert_eq!(of(Some(Code::Aborted)), SubmissionFailure::Refused(failure()));
         for code in [Some(Code::Unavailable), Some(Code::FailedPrecondition), None] {
-            assert!(refusal(problem(code, false)).is_err(), "{code:?}");
+            assert_eq!(of(code), SubmissionFailure::CallFailed(failure()), "{code:?}");
         }
     }
 

@@ -41,7 +41,7 @@ impl Argument {
 }
 
 /// The arguments of an option; what is not one is left out.
-pub(super) fn given(settings: &Settings, option: &str) -> Vec<Argument> {
+pub(super) fn parse_arguments(settings: &Settings, option: &str) -> Vec<Argument> {
     let texts = settings.texts(option);
     texts.iter().filter_map(|text| Argument::split(text)).collect()
 }

@@ -18,19 +18,21 @@ pub(super) struct NetworkRanks {
     pub conv: Option<(f64, f64)>,
 }
 
-fn given<'a>(arguments: &'a [Argument], name: &str) -> Option<&'a Argument> {
+/// The argument of this name, if it is set.
+fn find_argument<'a>(arguments: &'a [Argument], name: &str) -> Option<&'a Argument> {
     let is_set = |argument: &&Argument| argument.name == name && !matches!(argument.text.trim(), "" | "None");
     arguments.iter().find(is_set)
 }
 
 /// Whether larger convolutions of some blocks have ranks.
 pub(super) fn has_convolutions(arguments: &[Argument]) -> bool {
-    given(arguments, "conv_block_dims").is_some() && SWITCHES.iter().any(|name| given(arguments, name).is_some())
+    find_argument(arguments, "conv_block_dims").is_some()
+        && SWITCHES.iter().any(|name| find_argument(arguments, name).is_some())
 }
 
 /// The entries of `network.layer_ranks`: of the blocks whose ranks or alphas differ from those of the network.
 pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], network: &NetworkRanks) -> Vec<Value> {
-    let Some(first) = ARGUMENTS.iter().find_map(|name| given(arguments, name)) else {
+    let Some(first) = ARGUMENTS.iter().find_map(|name| find_argument(arguments, name)) else {
         return Vec::new();
     };
     let family = import.script.family();
@@ -40,7 +42,7 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
         import.error("network_args", message);
         return Vec::new();
     }
-    if !SWITCHES.iter().any(|name| given(arguments, name).is_some()) {
+    if !SWITCHES.iter().any(|name| find_argument(arguments, name).is_some()) {
         let message = format!("{} is ignored without block_dims, as in sd-scripts", first.name);
         import.note("network_args", message);
         return Vec::new();
@@ -48,7 +50,7 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
     let is_xl = family == ScriptFamily::Sdxl;
     // SDXL counts its embeddings and its output too, which have no LoRA.
     let count = if is_xl { 23 } else { 25 };
-    let mut list = |name: &str, is_rank: bool| match given(arguments, name) {
+    let mut list = |name: &str, is_rank: bool| match find_argument(arguments, name) {
         Some(argument) => numbers(import, argument, count, is_rank).map(Some),
         None => Some(None),
     };
@@ -64,7 +66,7 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
         Some(list) => list.get(place).copied().unwrap_or(default),
         None => default,
     };
-    let conv_alpha = match given(arguments, "conv_alpha").and_then(Argument::number) {
+    let conv_alpha = match find_argument(arguments, "conv_alpha").and_then(Argument::number) {
         Some(alpha) => alpha,
         None => network.conv.map_or(1.0, |(_, alpha)| alpha),
     };
@@ -94,13 +96,13 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
 /// the argument are reported with the ranks.
 pub(super) fn is_left_out(arguments: &[Argument], is_xl: bool, (part, index): (usize, usize), name: &str) -> bool {
     let rank_in = |argument: &str| -> Option<f64> {
-        let list = given(arguments, argument)?;
+        let list = find_argument(arguments, argument)?;
         let place = place_of(is_xl, part, index);
         list.text.split(',').nth(place)?.trim().parse().ok()
     };
-    let conv = match given(arguments, "conv_block_dims") {
+    let conv = match find_argument(arguments, "conv_block_dims") {
         Some(_) => rank_in("conv_block_dims"),
-        None => given(arguments, "conv_dim").and_then(Argument::number),
+        None => find_argument(arguments, "conv_dim").and_then(Argument::number),
     };
     let has_convolutions = !name.contains("attentions") && conv.is_some_and(|rank| rank > 0.0);
     rank_in("block_dims") == Some(0.0) && !has_convolutions

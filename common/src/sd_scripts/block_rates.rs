@@ -28,8 +28,8 @@ impl Block {
 
 /// The blocks that have a LoRA, each with its weight. Empty if no weight is given. `convolutions`: those outside of attentions have
 /// LoRAs, too.
-pub(super) fn block_rates(import: &mut Import<'_>, given: &[Argument], convolutions: bool) -> Vec<Block> {
-    let argument = |name: &str| given.iter().find(|argument| argument.name == name);
+pub(super) fn block_rates(import: &mut Import<'_>, arguments: &[Argument], convolutions: bool) -> Vec<Block> {
+    let argument = |name: &str| arguments.iter().find(|argument| argument.name == name);
     let names = ["down_lr_weight", "mid_lr_weight", "up_lr_weight"];
     let texts = names.map(|name| argument(name).filter(|argument| !matches!(argument.text.trim(), "" | "None")));
     let Some(first) = texts.iter().flatten().next() else {
@@ -64,7 +64,7 @@ pub(super) fn block_rates(import: &mut Import<'_>, given: &[Argument], convoluti
         .into_iter()
         .filter_map(|(name, part, index)| {
             let weight = *weights.get(part)?.get(index)?;
-            let is_left_out = block_ranks::is_left_out(given, is_xl, (part, index), &name);
+            let is_left_out = block_ranks::is_left_out(arguments, is_xl, (part, index), &name);
             Some(Block {
                 name,
                 weight: if is_left_out { 0.0 } else { weight },

@@ -1,7 +1,7 @@
 //! `train.lr_factors`: the learning rates of text encoders, of blocks, and of LoRA+ of `network_args`, with which the second matrix of
 //! each LoRA has a higher one (<https://arxiv.org/abs/2402.12354>).
 
-use super::arguments::given;
+use super::arguments::parse_arguments;
 use super::block_ranks;
 use super::block_rates::block_rates;
 use super::optimizer::Rates;
@@ -13,11 +13,11 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
         return rates.factors.clone();
     }
     // What is not an argument is reported with the others of the network.
-    let given = given(import.settings, "network_args");
+    let arguments = parse_arguments(import.settings, "network_args");
     // sd-scripts ignores ratios with dim_from_weights.
     let has_ratios = !import.settings.flag("dim_from_weights");
     let mut ratio = |name: &str| {
-        let argument = given.iter().find(|argument| argument.name == name)?;
+        let argument = arguments.iter().find(|argument| argument.name == name)?;
         if argument.is_off() {
             return None;
         }
@@ -40,11 +40,11 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     let text = ratio("loraplus_text_encoder_lr_ratio")
         .or(both)
         .filter(|_| rates.text_encoder && has_ratios);
-    let has_convolutions = given
+    let has_convolutions = arguments
         .iter()
         .any(|argument| argument.name == "conv_dim" && !argument.is_off())
-        || block_ranks::has_convolutions(&given);
-    let blocks = block_rates(import, &given, has_convolutions);
+        || block_ranks::has_convolutions(&arguments);
+    let blocks = block_rates(import, &arguments, has_convolutions);
     let has_ratio = denoiser.is_some() || text.is_some();
     if has_ratio && import.settings.text("network_module") == Some("lycoris.kohya") {
         import.error(

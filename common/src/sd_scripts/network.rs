@@ -315,9 +315,9 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     let layers = match family {
         _ if from_file && import.script.is_flow() => Vec::new(),
         ScriptFamily::Sd if is_lycoris => Vec::new(),
-        ScriptFamily::Sdxl if is_lycoris => owned(ALL_BLOCKS),
-        ScriptFamily::Sd | ScriptFamily::Sdxl if convolutions || from_file => owned(ALL_BLOCKS),
-        ScriptFamily::Sd | ScriptFamily::Sdxl => owned(ATTENTION),
+        ScriptFamily::Sdxl if is_lycoris => to_strings(ALL_BLOCKS),
+        ScriptFamily::Sd | ScriptFamily::Sdxl if convolutions || from_file => to_strings(ALL_BLOCKS),
+        ScriptFamily::Sd | ScriptFamily::Sdxl => to_strings(ATTENTION),
         ScriptFamily::Flux => flux_blocks(import, &arguments),
         ScriptFamily::Sd3 => joint_blocks(import, &arguments),
     };
@@ -401,7 +401,7 @@ fn ranks_of_file(import: &mut Import<'_>, is_lycoris: bool, arguments: &Argument
     network.insert("ranks_of_pretrained_lora".into(), json!(true));
 }
 
-fn owned(names: &[&str]) -> Vec<String> {
+fn to_strings(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 

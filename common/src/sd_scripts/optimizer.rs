@@ -1,6 +1,6 @@
 //! `optimizer_type`, `optimizer_args` and the learning rates.
 
-use super::arguments::{arguments, given};
+use super::arguments::{arguments, parse_arguments};
 use super::report::{Import, Section, number};
 use serde_json::{Value, json};
 
@@ -117,7 +117,7 @@ pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Sect
             import.error(option, message);
         } else if train.contains_key("lr_factors") {
             // They are those of LoRA+ or of blocks.
-            let names = given(settings, "network_args").into_iter();
+            let names = parse_arguments(settings, "network_args").into_iter();
             let names = names
                 .filter(|argument| argument.name.starts_with("loraplus_") || argument.name.ends_with("_lr_weight"));
             let names: Vec<String> = names.map(|argument| argument.name).collect();

@@ -20,7 +20,7 @@ impl PythonRandom {
         let mut state = [0_u32; WORDS];
         state[0] = 19_650_218;
         for place in 1..WORDS {
-            state[place] = mixed(state[place - 1], 1_812_433_253).wrapping_add(place as u32);
+            state[place] = mix(state[place - 1], 1_812_433_253).wrapping_add(place as u32);
         }
         let mut place = 1;
         let step = |place: usize, state: &mut [u32; WORDS]| {
@@ -32,13 +32,13 @@ impl PythonRandom {
         };
         for round in 0..WORDS.max(key.len()) {
             let index = round % key.len();
-            state[place] = (state[place] ^ mixed(state[place - 1], 1_664_525))
+            state[place] = (state[place] ^ mix(state[place - 1], 1_664_525))
                 .wrapping_add(key[index])
                 .wrapping_add(index as u32);
             place = step(place, &mut state);
         }
         for _ in 1..WORDS {
-            state[place] = (state[place] ^ mixed(state[place - 1], 1_566_083_941)).wrapping_sub(place as u32);
+            state[place] = (state[place] ^ mix(state[place - 1], 1_566_083_941)).wrapping_sub(place as u32);
             place = step(place, &mut state);
         }
         state[0] = 0x8000_0000;
@@ -82,7 +82,8 @@ impl PythonRandom {
     }
 }
 
-fn mixed(word: u32, factor: u32) -> u32 {
+/// Mixes the upper bits of a word of the state into its lower ones.
+fn mix(word: u32, factor: u32) -> u32 {
     (word ^ (word >> 30)).wrapping_mul(factor)
 }
 

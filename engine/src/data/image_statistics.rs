@@ -36,7 +36,7 @@ impl ImageStatistics {
     ///
     /// # Errors
     /// When the arithmetic fails.
-    pub fn remove(&self, pixels: &Tensor) -> Result<Tensor> {
+    pub fn normalize(&self, pixels: &Tensor) -> Result<Tensor> {
         let centred = pixels.broadcast_sub(&column(self.means)?)?;
         Ok(centred.broadcast_div(&column(self.deviations)?)?)
     }
@@ -45,7 +45,7 @@ impl ImageStatistics {
     ///
     /// # Errors
     /// When the arithmetic fails.
-    pub fn give(&self, pixels: &Tensor) -> Result<Tensor> {
+    pub fn standardize_to(&self, pixels: &Tensor) -> Result<Tensor> {
         let flat = pixels.flatten_from(1)?;
         let count = flat.dim(1)?.max(2);
         let centred = flat.broadcast_sub(&flat.mean_keepdim(1)?)?;

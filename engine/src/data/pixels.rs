@@ -30,7 +30,7 @@ pub(super) fn load_image(item: &TrainingImage) -> Result<RgbImage> {
 pub(super) fn to_pixels(image: &RgbImage, item: &TrainingImage) -> Result<Tensor> {
     let pixels = image_io::to_tensor(image, &Device::Cpu)?;
     match &item.normalization {
-        Some(statistics) => statistics.remove(&pixels),
+        Some(statistics) => statistics.normalize(&pixels),
         None => Ok(pixels),
     }
 }

@@ -26,7 +26,7 @@ impl PixelOptions {
     ///
     /// # Errors
     /// When the arithmetic fails.
-    pub fn changed(&self, images: Vec<Tensor>, regularisation: bool) -> Result<Vec<Tensor>> {
+    pub fn apply(&self, images: Vec<Tensor>, regularisation: bool) -> Result<Vec<Tensor>> {
         let mut images = images;
         if !regularisation {
             let mut sum = 0.0;
@@ -42,7 +42,7 @@ impl PixelOptions {
         }
         if let Some(statistics) = &self.statistics {
             for image in &mut images {
-                *image = statistics.give(image)?;
+                *image = statistics.standardize_to(image)?;
             }
         }
         Ok(images)
@@ -78,7 +78,7 @@ mod tests {
         let before: Vec<f64> = images().iter().flat_map(numbers).collect();
         let mean = before.iter().sum::<f64>() / before.len() as f64;
         let after: Vec<f64> = options
-            .changed(images(), false)
+            .apply(images(), false)
             .unwrap()
             .iter()
             .flat_map(numbers)
@@ -88,7 +88,7 @@ mod tests {
         }
         assert!(!options.is_neutral(false) && options.is_neutral(true));
         let regularisation: Vec<f64> = options
-            .changed(images(), true)
+            .apply(images(), true)
             .unwrap()
             .iter()
             .flat_map(numbers)
@@ -105,7 +105,7 @@ mod tests {
         };
         let white = Tensor::full(2.18_f32, (3, 2, 2), &Device::Cpu).unwrap();
         for (regularisation, expected) in [(false, 1.0_f32), (true, 2.18)] {
-            let images = options.changed(vec![white.clone()], regularisation).unwrap();
+            let images = options.apply(vec![white.clone()], regularisation).unwrap();
             assert_eq!(numbers(&images[0]), [f64::from(expected); 12]);
         }
     }
@@ -117,7 +117,7 @@ mod tests {
             statistics: Some(ImageStatistics::TRAINING),
         };
         let (means, deviations) = ([-0.0739, -0.1597, -0.2380], [0.5623, 0.5295, 0.5347]);
-        for image in options.changed(images(), false).unwrap() {
+        for image in options.apply(images(), false).unwrap() {
             for (channel, (mean, deviation)) in means.into_iter().zip(deviations).enumerate() {
                 let values = numbers(&image.get(channel).unwrap());
                 let average = values.iter().sum::<f64>() / 4.0;
@@ -128,7 +128,7 @@ mod tests {
         }
         // A data set divides by fixed deviations instead: torchvision's `Normalize`.
         let image = &images()[0];
-        let normal = numbers(&ImageStatistics::SDXL.remove(image).unwrap());
+        let normal = numbers(&ImageStatistics::SDXL.normalize(image).unwrap());
         let expected = |index: usize, value: f64| match index / 4 {
             0 => (value - 0.0002) / 0.5436,
             1 => (value + 0.1034) / 0.5116,
@@ -138,7 +138,7 @@ mod tests {
             assert!((expected(index, value) - normal).abs() < 1e-6);
         }
         let flat = Tensor::full(0.25_f32, (3, 2, 2), &Device::Cpu).unwrap();
-        let given = numbers(&ImageStatistics::SDXL.give(&flat).unwrap());
-        assert!((given[0] - 0.0002).abs() < 1e-6 && (given[11] + 0.1879).abs() < 1e-6);
+        let standardized = numbers(&ImageStatistics::SDXL.standardize_to(&flat).unwrap());
+        assert!((standardized[0] - 0.0002).abs() < 1e-6 && (standardized[11] + 0.1879).abs() < 1e-6);
     }
 }

@@ -244,7 +244,7 @@ impl TrainingData {
             images.push(drawn.pixels);
             moves.push(drawn.moves);
         }
-        let images = pixels.changed(images, options.regularisation)?;
+        let images = pixels.apply(images, options.regularisation)?;
         for (place, image) in images.iter().enumerate() {
             let name = self.name_of_draw("image", place, (step, micro));
             out.push(latents.encode_drawn(image, codec, &name)?);
