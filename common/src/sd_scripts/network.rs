@@ -428,7 +428,14 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
         let name = argument.name.as_str();
         if let Some((_, why)) = REFUSED_ARGUMENTS.iter().find(|(refused, _)| *refused == name) {
             let has_no_influence = SPLITS.contains(&name) && splits_nothing(import, arguments);
-            if !argument.is_off() && !has_no_influence {
+            // A rank of 0 leaves out the layers.
+            if name.ends_with("_dim") && argument.number() == Some(0.0) {
+                let message = format!(
+                    "{name}: 0 gives these layers no LoRA: remove it, and name the layers in `network.network_kwargs.ignore_if_contains` of the \
+                     YAML config that `aitk import` writes"
+                );
+                import.error("network_args", message);
+            } else if !argument.is_off() && !has_no_influence {
                 import.error("network_args", format!("{name}: {why}"));
             }
         } else if !TRANSLATED.contains(&name) && !WITHOUT_INFLUENCE.contains(&name) {

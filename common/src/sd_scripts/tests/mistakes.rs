@@ -165,6 +165,17 @@ fn mistakes_of_training_configs_are_named() {
             "network_args = [\"train_single_block_indices=40\"]",
             "expected blocks from 0 to 37",
         ),
+        // sd-scripts skips layers of rank 0.
+        (
+            Script::FluxTrainNetwork,
+            "network_args = [\"single_mod_dim=0\"]",
+            "network_args: single_mod_dim: 0 gives these layers no LoRA",
+        ),
+        (
+            Script::Sd3TrainNetwork,
+            "network_args = [\"x_mod_dim=0\"]",
+            "`network.network_kwargs.ignore_if_contains`",
+        ),
     ] {
         let found = errors(&format!("{}{more}\n", base(script)));
         assert_eq!(found.len(), 1, "{more}: {found:#?}");
