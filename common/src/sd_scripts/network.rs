@@ -232,8 +232,11 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     let mut network = Section::new();
     let rank = import.whole_from("network_dim", 1, 4);
     let alpha = settings.number("network_alpha").unwrap_or(1.0);
-    // sd-scripts takes an alpha of 0 for the rank, as aitk does.
-    let alpha = if alpha == 0.0 { rank as f64 } else { alpha };
+    // sd-scripts takes an alpha of 0 for the rank, as aitk does: of each layer, which may have another rank than the network.
+    let alpha = match alpha == 0.0 && import.script.is_flow() {
+        true => rank as f64,
+        false => alpha,
+    };
     network.insert("type".into(), json!("lora"));
     network.insert("linear".into(), json!(rank));
     network.insert("linear_alpha".into(), number(alpha));

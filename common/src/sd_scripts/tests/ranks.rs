@@ -126,6 +126,34 @@ fn alphas_of_blocks_count_beside_ranks_or_weights() {
     assert!(!notes.iter().any(|note| note.contains("block_alphas")), "{notes:?}");
 }
 
+/// Blocks and convolutions have other ranks than the network, so that the rank is that of each layer.
+#[test]
+fn an_alpha_of_0_is_the_rank_of_each_layer() {
+    let blocks = ["8"; 25].join(",");
+    let lines = format!("network_dim = 16\nnetwork_alpha = 0\nnetwork_args = [\"block_dims={blocks}\"]");
+    let (found, _) = network(Script::TrainNetwork, &lines);
+    assert_eq!((found.linear, found.linear_alpha), (16, 0.0));
+    let of_block = of(&found, "unet.down_blocks.0.attentions.0.proj_in");
+    assert_eq!(of_block, (Some(8), Some(0.0), None, None));
+
+    let folder = folder();
+    let text = format!(
+        "{}network_train_unet_only = true\nnetwork_dim = 16\nnetwork_alpha = 0\nnetwork_args = [\"conv_dim=4\"]\n",
+        base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya")
+    );
+    let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+    let job = job(&imported.yaml);
+    let found = job.process[0].trainer().unwrap().network.as_ref().unwrap();
+    assert_eq!(
+        (found.linear_alpha, found.conv, found.conv_alpha),
+        (0.0, Some(4), Some(0.0))
+    );
+
+    // The scale of a transformer is 1.
+    let (found, _) = network(Script::FluxTrainNetwork, "network_dim = 4");
+    assert_eq!(found.linear_alpha, 4.0);
+}
+
 #[test]
 fn a_file_decides_the_ranks() {
     let lines = "dim_from_weights = true\nnetwork_weights = \"lora.safetensors\"\nnetwork_dim = 64\nnetwork_dropout = 0.1\n\
