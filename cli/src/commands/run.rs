@@ -119,7 +119,7 @@ pub async fn run_embedded(
     let mut results = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
-        match read_and_check(ui, path, directory, options).await {
+        match Box::pin(read_and_check(ui, path, directory, options)).await {
             Ok((loaded, batches, pushes)) => ready.push((path.clone(), loaded, batches, pushes)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);
@@ -314,10 +314,10 @@ async fn push_results(
     let mut pushes = pushes.into_iter();
     while let Some(push) = pushes.next() {
         let command = push.command();
-        let upload = async {
+        let upload = Box::pin(async {
             let plan = push.plan(ui, directory)?;
             plan.upload(ui, directory, PUSH_MESSAGE).await.map(drop)
-        };
+        });
         let stop = async {
             match received {
                 Some(signal) => signal,
