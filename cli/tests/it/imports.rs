@@ -4,6 +4,9 @@ use crate::preflight::{TINY, images};
 use crate::support::{Home, code, err, out};
 use std::path::Path;
 
+/// Configs that train tiny models, each with the YAML that it means, written by hand.
+const TRAINED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/sd_scripts");
+
 /// Writes images with captions in a folder as sd-scripts has them, and a config that trains on them.
 fn training(home: &Home, more: &str) {
     images(home, "data/2_a circle", 3);
@@ -81,6 +84,65 @@ config:
         .unwrap();
     assert_eq!(code(&run), 0, "{}{}", out(&run), err(&run));
     assert!(file("by_import") == file("by_hand"), "the LoRAs differ");
+}
+
+/// That all configs of the folder become the jobs that their YAML is, aitk-common's
+/// `configs_of_tiny_models_become_their_hand_written_yaml` checks.
+#[test]
+fn configs_of_sd_scripts_train_what_their_hand_written_yaml_does() {
+    let home = Home::new();
+    for (folder, count) in [
+        ("images/2_a circle", 3),
+        ("reg/1_circle", 2),
+        ("cats", 3),
+        ("more_cats", 2),
+        ("masks", 3),
+    ] {
+        images(&home, folder, count);
+    }
+    home.write("cats/2.txt", "a cat, black ||| small, on a roof, asleep");
+    home.write("more_cats/1.txt", "a cat; white/grey; in the sun");
+    std::os::unix::fs::symlink(Path::new(TRAINED).join(".."), home.path().join("models")).unwrap();
+    let read = |name: &str| std::fs::read_to_string(Path::new(TRAINED).join(name)).unwrap();
+    home.write("sd15_masked.dataset.toml", &read("sd15_masked.dataset.toml"));
+    let mut configs = Vec::new();
+    let trainings = [("sd15_masked", "toml"), ("flux_lora", "toml"), ("gui_lora", "json")];
+    for (name, ending) in trainings {
+        for (ending, folder) in [(ending, "by_import"), ("yaml", "by_hand")] {
+            let file = format!("{name}.{ending}");
+            // `output_dir = "output"`, `"output_dir": "output"`, `training_folder: output`.
+            let text = read(&file).replace("\"output\"", &format!("\"{folder}\""));
+            home.write(&file, &text.replace(": output\n", &format!(": {folder}\n")));
+            configs.push(file);
+        }
+    }
+    let run = home
+        .aitk()
+        .arg("run")
+        .args(&configs)
+        .args(["--device", "cpu", "--no-progress"])
+        .output()
+        .unwrap();
+    assert_eq!(code(&run), 0, "{}{}", out(&run), err(&run));
+    for (name, _) in trainings {
+        let path = |folder: &str| home.path().join(folder).join(name);
+        let weights = |folder: &str| tensors(&path(folder).join(format!("{name}.safetensors")));
+        assert!(weights("by_import") == weights("by_hand"), "{name}: the LoRAs differ");
+        let losses = |folder: &str| -> Vec<Vec<serde_json::Value>> {
+            let text = std::fs::read_to_string(path(folder).join("metrics.jsonl")).unwrap();
+            let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+            let keys = ["step", "loss", "lr"];
+            lines
+                .map(|line: serde_json::Value| keys.map(|key| line[key].clone()).to_vec())
+                .collect()
+        };
+        let found = losses("by_import");
+        assert!(
+            found.len() >= 3 && found.iter().flatten().all(serde_json::Value::is_number),
+            "{name}: {found:?}"
+        );
+        assert_eq!(found, losses("by_hand"), "{name}");
+    }
 }
 
 #[test]

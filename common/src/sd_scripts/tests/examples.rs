@@ -1,13 +1,13 @@
-//! Each example becomes what its hand-written YAML is: equal jobs train the same, bit for bit.
+//! Each config becomes what its hand-written YAML is: equal jobs train the same, bit for bit.
 
-use super::support::{folder, job};
+use super::support::{folder, job, trained_folder};
 use crate::sd_scripts::{Source, SourceFormat, import, is_preset};
+use std::path::Path;
 
-#[test]
-fn examples_become_their_hand_written_yaml() {
-    let folder = folder();
+/// Compares each config of a folder with the YAML beside it; counts TOML files and presets.
+fn compare(folder: &Path) -> (u32, u32) {
     let (mut toml, mut presets) = (0, 0);
-    for entry in std::fs::read_dir(folder.path()).unwrap() {
+    for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         let by_hand = path.with_extension("yaml");
@@ -24,7 +24,7 @@ fn examples_become_their_hand_written_yaml() {
             text: &text,
             format,
             file: &name,
-            directory: folder.path(),
+            directory: folder,
             dataset_config: None,
             script: None,
         })
@@ -37,5 +37,16 @@ fn examples_become_their_hand_written_yaml() {
             SourceFormat::GuiPreset => presets += 1,
         }
     }
-    assert_eq!((toml, presets), (12, 3));
+    (toml, presets)
+}
+
+#[test]
+fn examples_become_their_hand_written_yaml() {
+    assert_eq!(compare(folder().path()), (12, 3));
+}
+
+/// The program's test `configs_of_sd_scripts_train_what_their_hand_written_yaml_does` trains three of them.
+#[test]
+fn configs_of_tiny_models_become_their_hand_written_yaml() {
+    assert_eq!(compare(trained_folder().path()), (10, 3));
 }

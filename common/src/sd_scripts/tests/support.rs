@@ -9,6 +9,40 @@ pub(super) fn examples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/examples/sd-scripts")
 }
 
+/// The folder of the configs that train tiny models.
+pub(super) fn trained_configs() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/sd_scripts")
+}
+
+/// A folder with these configs, the images that they name, and the tiny models as `models`.
+pub(super) fn trained_folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(trained_configs()).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+    }
+    for (name, images, caption) in [
+        ("images/2_a circle", 3, "a red circle"),
+        ("reg/1_circle", 2, ""),
+        ("cats", 3, "a cat, black"),
+        ("more_cats", 2, "a cat; white"),
+        ("masks", 3, ""),
+    ] {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        for index in 0..images {
+            std::fs::write(path.join(format!("{index}.png")), png(32, 32)).unwrap();
+            // The first image has no caption file.
+            if index > 0 && !caption.is_empty() {
+                std::fs::write(path.join(format!("{index}.txt")), caption).unwrap();
+            }
+        }
+    }
+    let models = trained_configs().join("..").canonicalize().unwrap();
+    std::os::unix::fs::symlink(models, folder.path().join("models")).unwrap();
+    folder
+}
+
 /// A folder with the examples and the images that they name.
 pub(super) fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
