@@ -2,6 +2,7 @@
 
 use super::arguments::{arguments, parse_arguments};
 use super::report::{Import, Section, number};
+use super::script::ScriptFamily;
 use serde_json::{Value, json};
 
 /// An optimizer of sd-scripts: its names in lower case, ours, and the defaults that its library has.
@@ -221,16 +222,25 @@ fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
     };
     // A part whose rate is 0 has a LoRA that stays zero.
     let denoiser = !text_only && unet != 0.0;
-    // The last rate of FLUX.1 and SD3 is that of T5, which is not trained.
-    let trained = match import.script.is_flow() {
-        true => texts.get(..texts.len().saturating_sub(1).max(1)).unwrap_or(&texts),
-        false => texts.as_slice(),
+    let first = texts.first().copied().unwrap_or(default);
+    let trained = match import.script.family() {
+        // The last rate is that of T5, which is not trained.
+        ScriptFamily::Sd3 => vec![first, texts.get(1).copied().unwrap_or(first)],
+        ScriptFamily::Flux => vec![first],
+        ScriptFamily::Sd | ScriptFamily::Sdxl => {
+            if !unet_only && texts.iter().any(|rate| *rate != first) {
+                let message = format!(
+                    "sd-scripts trains all text encoders of this model with the first rate, {first:?}: the others have no effect"
+                );
+                import.note("text_encoder_lr", message);
+            }
+            vec![first]
+        }
     };
     let text_encoder = !unet_only && trained.iter().any(|rate| *rate != 0.0);
-    let first = trained.first().copied().unwrap_or(default);
     let rate = if denoiser { unet } else { first };
     let factors = match text_encoder {
-        true => text_factors(import, trained, rate),
+        true => text_factors(import, &trained, rate),
         false => Vec::new(),
     };
     let contradicts = unet_only && text_only;
@@ -247,11 +257,12 @@ fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
 
 /// The factors of the rates of text encoders, where they are not `rate`.
 fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(String, f64)> {
-    // Names of one text encoder, or of all of them, and of the first two.
-    let (all, each) = match import.script.is_flow() {
-        true => ("text_encoder", ["text_encoder.", "text_encoder_2."]),
-        false => ("lora_te", ["lora_te1_", "lora_te2_"]),
+    // Names of all text encoders, and of the first two.
+    let all = match import.script.is_flow() {
+        true => "text_encoder",
+        false => "lora_te",
     };
+    let each = ["text_encoder.", "text_encoder_2."];
     let first = rates.first().copied().unwrap_or(rate);
     if rates.iter().all(|other| *other == rate) {
         return Vec::new();

@@ -105,9 +105,9 @@ const WORD: &[OptionRow] = &[
 const OPTIMIZER: &[OptionRow] = &[
     row("learning_rate", Number, "2e-6", ALL, Translated("`train.lr`")),
     row("unet_lr", Number, "learning_rate", LORA, Translated("`train.lr`")),
-    row("text_encoder_lr", Numbers, "learning_rate", LORA, Translated("`train.lr_factors`; 0: not trained")),
-    row("text_encoder_lr1", Number, "text_encoder_lr", UsedBy::SDXL, refused("give both rates as text_encoder_lr = [1e-5, 1e-5]")),
-    row("text_encoder_lr2", Number, "text_encoder_lr", UsedBy::SDXL, refused("give both rates as text_encoder_lr = [1e-5, 1e-5]")),
+    row("text_encoder_lr", Numbers, "learning_rate", LORA, Translated("`train.lr_factors`; 0: not trained. Of a list the first, of SD3 the first two, as in sd-scripts")),
+    row("text_encoder_lr1", Number, "text_encoder_lr", UsedBy::SDXL, refused("sd-scripts trains both text encoders with one rate: use text_encoder_lr")),
+    row("text_encoder_lr2", Number, "text_encoder_lr", UsedBy::SDXL, refused("sd-scripts trains both text encoders with one rate: use text_encoder_lr")),
     row("learning_rate_te", Number, "learning_rate", UsedBy::FULL_SD, Translated("`train.lr_factors`; 0: not trained")),
     row("learning_rate_te1", Number, "learning_rate", UsedBy(0x2a), Translated("`train.lr_factors`, with train_text_encoder; both 0: not trained")),
     row("learning_rate_te2", Number, "learning_rate", UsedBy(0x2a), Translated("`train.lr_factors`, with train_text_encoder")),

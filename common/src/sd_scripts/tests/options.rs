@@ -427,15 +427,25 @@ fn text_encoders_have_their_own_learning_rates() {
         factors(Script::SdxlTrainNetwork, "text_encoder_lr = 2e-4"),
         (true, vec![one("lora_te", 2.0)])
     );
-    let two = vec![one("lora_te1_", 0.5), one("lora_te2_", 0.0)];
+    // `networks/lora.py` has no `prepare_optimizer_params_with_multiple_te_lrs`, so that train_network.py gives it the first rate alone.
     assert_eq!(
         factors(Script::SdxlTrainNetwork, "text_encoder_lr = [5e-5, 0]"),
-        (true, two)
+        (true, vec![one("lora_te", 0.5)])
+    );
+    assert_eq!(
+        factors(Script::SdxlTrainNetwork, "text_encoder_lr = [0, 5e-5]"),
+        (false, vec![])
     );
     assert_eq!(
         factors(Script::FluxTrainNetwork, "text_encoder_lr = [5e-5, 0]"),
         (true, vec![one("text_encoder", 0.5)])
     );
+    // Of SD3, two rates are those of CLIP-L, and of CLIP-G and T5.
+    let two = vec![one("text_encoder.", 0.5), one("text_encoder_2.", 2.0)];
+    for rates in ["[5e-5, 2e-4]", "[5e-5, 2e-4, 0]"] {
+        let lines = format!("text_encoder_lr = {rates}");
+        assert_eq!(factors(Script::Sd3TrainNetwork, &lines), (true, two.clone()), "{rates}");
+    }
     // LoRA+: the second matrices have a rate of their own, in the U-Net and in the text encoders.
     let all = "network_args = [\"loraplus_lr_ratio=16\"]\n";
     assert_eq!(
