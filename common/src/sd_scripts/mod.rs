@@ -239,7 +239,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
         json!(settings.flag("gradient_checkpointing")),
     );
     train.insert("dtype".into(), json!(dtype(import)));
-    if caches_text {
+    if caches_text && !rates.text_encoder {
         train.insert("cache_text_embeddings".into(), json!(true));
     }
     if let Some(validation) = held_out.section(import, epoch) {
@@ -299,7 +299,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     root
 }
 
-/// Whether text is encoded before the training.
+/// Whether text is encoded before the training; of models with T5 also where the other text encoders are trained, which aitk does not cache.
 fn caches_text(import: &mut Import<'_>, rates: &Rates) -> bool {
     if import.script.family() == ScriptFamily::Sd {
         return false;
@@ -314,7 +314,10 @@ fn caches_text(import: &mut Import<'_>, rates: &Rates) -> bool {
             "contradicts the training of a word, which needs the text encoders: remove it",
         );
     }
-    if rates.text_encoder {
+    if rates.text_encoder && import.script.is_flow() {
+        let message = "text is encoded at each step, because a text encoder is trained; sd-scripts caches T5 alone, and trains the same";
+        import.note(option, message);
+    } else if rates.text_encoder {
         let message = "contradicts the training of the text encoder, whose outputs change: set network_train_unet_only = true, or remove it";
         import.error(option, message);
     }

@@ -146,9 +146,14 @@ fn mistakes_of_training_configs_are_named() {
     for (script, more, expected) in [
         (Script::FluxTrainNetwork, "network_dim = 16", "must be network_dim (16)"),
         (
-            Script::FluxTrainNetwork,
+            Script::SdxlTrainNetwork,
             "cache_text_encoder_outputs = true",
             "contradicts the training of the text encoder",
+        ),
+        (
+            Script::FluxTrainNetwork,
+            "cache_text_encoder_outputs = true\nshuffle_caption = true",
+            "needs fixed captions",
         ),
         (
             Script::SdxlTrainNetwork,

@@ -43,6 +43,24 @@ fn text_encoders_of_whole_models_have_rates_of_their_own() {
     }
 }
 
+/// sd-scripts caches T5 and trains the other text encoders (`get_models_for_text_encoding` of flux_train_network.py and sd3_train_network.py).
+#[test]
+fn text_of_trained_text_encoders_is_not_cached() {
+    for script in [Script::FluxTrainNetwork, Script::Sd3TrainNetwork] {
+        let (found, notes) = train(script, "cache_text_encoder_outputs = true");
+        assert!(found.train_text_encoder && !found.cache_text_embeddings);
+        assert!(notes.iter().any(|note| note.contains("caches T5 alone")), "{notes:?}");
+        let (found, notes) = train(
+            script,
+            "cache_text_encoder_outputs = true\nnetwork_train_unet_only = true",
+        );
+        assert!(
+            found.cache_text_embeddings && !notes.iter().any(|note| note.contains("T5 alone")),
+            "{notes:?}"
+        );
+    }
+}
+
 #[test]
 fn adafactor_chooses_rates_unless_it_is_told_not_to() {
     let read = |arguments: &str| {
