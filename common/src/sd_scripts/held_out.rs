@@ -9,8 +9,9 @@ use crate::job::naming;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// sd-scripts validates at the timesteps 200, 400, 600 and 800 of 1000.
-const LEVELS: [f64; 4] = [0.2, 0.4, 0.6, 0.8];
+/// The timesteps of a model, and how many of them sd-scripts validates at: evenly between `min_timestep` and `max_timestep`.
+const TIMESTEPS: i64 = 1000;
+const VALIDATED: i64 = 4;
 
 /// A folder's images, divided.
 #[derive(Debug, PartialEq)]
@@ -135,9 +136,23 @@ impl HeldOut {
         section.insert("validation_items".into(), self.items.into());
         section.insert("resolution".into(), json!(self.resolution));
         section.insert("validate_every_n_steps".into(), json!(every));
-        section.insert("validation_sigmas".into(), json!(LEVELS));
+        section.insert("validation_sigmas".into(), json!(levels(import)));
         Some(section)
     }
+}
+
+/// The noise levels at which sd-scripts validates (`validation_timesteps` of train_network.py).
+fn levels(import: &Import<'_>) -> Vec<f64> {
+    // The timesteps of transformers are drawn without these options.
+    let side = |option: &str, default: i64| {
+        let given = import.settings.whole(option).filter(|_| !import.script.is_flow());
+        given.filter(|timestep| *timestep > 0).unwrap_or(default)
+    };
+    let (min, end) = (side("min_timestep", 0), side("max_timestep", TIMESTEPS));
+    let range = end.saturating_sub(min);
+    let timestep = |place: i64| min.saturating_add(range.saturating_mul(place).div_euclid(VALIDATED + 1));
+    let level = |place: i64| timestep(place) as f64 / TIMESTEPS as f64;
+    (1..=VALIDATED).map(level).collect()
 }
 
 #[cfg(test)]

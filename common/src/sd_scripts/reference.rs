@@ -46,7 +46,7 @@ that are trained, no buckets, captions in `.caption` files, and so on. What no o
 | random numbers | torch's, from `seed` | those of [randomness.md](randomness.md); the same seed gives another training |
 | epochs | counted as sd-scripts counts them: buckets, batches, repeats, regularisation images, `gradient_accumulation_steps` | the steps are in the YAML |
 | buckets | a table of sizes between `min_bucket_reso` and `max_bucket_reso`; smaller images are enlarged without `bucket_no_upscale` | the size of the same area at the image's own ratio; smaller images keep their size |
-| `validation_split` | the loss of the training with its weights, at the timesteps 200, 400, 600 and 800, every `validate_every_n_steps` steps and at the end of epochs | mean squared errors at these timesteps (`val/loss`), every this many steps or epochs, and after the first and the last step: the figures differ by the weights and the noise |
+| `validation_split` | the loss of the training with its weights, at the timesteps 200, 400, 600 and 800 (at four others between `min_timestep` and `max_timestep`), every `validate_every_n_steps` steps and at the end of epochs | mean squared errors at these timesteps (`val/loss`), every this many steps or epochs, and after the first and the last step: the figures differ by the weights and the noise |
 | regularisation images | in the same batches as the others | at every second step |
 | `gradient_accumulation_steps` | gradients are averaged | they are added, so that `loss_multiplier` is 1 / steps, and the loss that is shown is as much smaller |
 | `flip_aug` | each image is flipped half of the time | both images; other data sets are repeated twice as often, if they have no flips |
