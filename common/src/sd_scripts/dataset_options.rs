@@ -47,7 +47,7 @@ pub(super) const SHARED: &[OptionRow] = &[
     row("token_warmup_step", Number, "0", ALL, refused(options::TOKEN_WARMUP)),
     row("flip_aug", Flag, "flip_aug", ALL, Translated("`flip_x`: both images, where sd-scripts flips every second time")),
     row("color_aug", Flag, "false", ALL, refused(options::COLOR_AUG)),
-    row("random_crop", Flag, "random_crop", ALL, Translated("`random_crop`: drawn once for each image")),
+    row("random_crop", Flag, "random_crop", ALL, Translated("`random_crop`: with buckets drawn once for each image")),
     row("face_crop_aug_range", Numbers, "", ALL, refused(options::FACE_CROP)),
     row("resize_interpolation", Text, "", ALL, Noted("aitk has one way to scale images")),
     row("cache_info", Flag, "false", ALL, NoInfluence("speed only")),

@@ -1,5 +1,6 @@
 //! The data sets: of a data set config, or of the folders `10_name` in `train_data_dir`.
 
+use super::dataset_kind::check_kinds;
 use super::dataset_options::{DATASET, SHARED, SUBSET};
 use super::document::{Entry, MAX_BYTES, Position, Table, Value, finding, parse_json, parse_toml};
 use super::epochs::CountedDataset;
@@ -44,7 +45,7 @@ pub(super) fn read(import: &mut Import<'_>, dataset_config: Option<&Path>) -> Da
         .map(Path::to_path_buf)
         .or_else(|| settings.text("dataset_config").map(PathBuf::from));
     if let Some(path) = path {
-        for option in ["train_data_dir", "reg_data_dir"] {
+        for option in ["train_data_dir", "reg_data_dir", "in_json"] {
             if settings.is_set(option) {
                 import.note(option, "ignored: there is a dataset_config");
             }
@@ -218,6 +219,11 @@ fn datasets_of(import: &mut Import<'_>, table: Table, file: &str) -> Datasets {
         errors.push(finding(file, Position::default(), "datasets", message));
     }
     let all_read = errors.len() == before;
+    if all_read {
+        for dataset in &found.datasets {
+            check_kinds(&dataset.options, &dataset.subsets, errors);
+        }
+    }
     let notes = &mut import.notes;
     let all = std::iter::once(&found.general).chain(
         found

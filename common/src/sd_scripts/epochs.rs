@@ -3,7 +3,7 @@
 use super::folders::Folder;
 use super::image_size::image_size;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What decides the number of batches of a data set.
 #[derive(Clone)]
@@ -22,6 +22,18 @@ pub(super) struct CountedSubset {
     pub is_reg: bool,
     /// Its images that are not trained.
     pub excluded: Vec<PathBuf>,
+    /// Its metadata file.
+    pub metadata: Option<String>,
+}
+
+impl CountedSubset {
+    /// Whether sd-scripts takes a subset for this one: it has the same metadata file, or the same folder if there is none.
+    pub(super) fn is_same(&self, folder: &Path, metadata: Option<&str>) -> bool {
+        match (&self.metadata, metadata) {
+            (None, None) => self.folder == folder,
+            (ours, theirs) => ours.as_deref() == theirs,
+        }
+    }
 }
 
 /// The options of buckets.
@@ -79,12 +91,7 @@ fn total(counts: impl Iterator<Item = u64>) -> u64 {
 /// others.
 fn repeated_images(dataset: &CountedDataset) -> Result<Vec<(PathBuf, u64)>, String> {
     let (mut train, mut reg) = (Vec::new(), Vec::new());
-    let mut seen: Vec<&PathBuf> = Vec::new();
-    for subset in &dataset.subsets {
-        if subset.repeats == 0 || seen.contains(&&subset.folder) {
-            continue;
-        }
-        seen.push(&subset.folder);
+    for subset in dataset.subsets.iter().filter(|subset| subset.repeats > 0) {
         let folder = Folder::read(&subset.folder).ok_or_else(|| {
             format!(
                 "the images in {} have to be counted for it, and this folder cannot be read: set max_train_steps, \
@@ -249,6 +256,7 @@ mod tests {
             repeats,
             is_reg,
             excluded: Vec::new(),
+            metadata: None,
         };
         let mut dataset = CountedDataset {
             batch_size: 4,

@@ -1,5 +1,6 @@
 //! Images of a folder that are not trained: those that its metadata file does not have, and those that are held out.
 
+use super::dataset_kind::DatasetKind;
 use super::document::Value;
 use super::folders::Folder;
 use super::held_out::{Captions, HeldOut, split};
@@ -76,6 +77,11 @@ pub(super) fn hold_out(
     }
     if !(share > 0.0 && share <= 1.0) {
         return Some(Vec::new());
+    }
+    if DatasetKind::of(levels.0[0]) == DatasetKind::Masks {
+        let message = "sd-scripts divides no data set with masks (conditioning_data_dir): remove one of them";
+        levels.error("validation_split", message, &mut import.errors);
+        return None;
     }
     let shown = folder.escape_debug();
     let Some(found) = Folder::read(path) else {

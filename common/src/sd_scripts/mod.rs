@@ -7,6 +7,7 @@
 mod arguments;
 mod block_ranks;
 mod block_rates;
+mod dataset_kind;
 mod dataset_options;
 mod datasets;
 mod document;

@@ -280,7 +280,7 @@ const DATA: &[OptionRow] = &[
     row("token_warmup_step", Number, "0", ALL, refused(TOKEN_WARMUP)),
     row("flip_aug", Flag, "false", ALL, Translated("`datasets[].flip_x`: both images, where sd-scripts flips every second time")),
     row("color_aug", Flag, "false", ALL, refused(COLOR_AUG)),
-    row("random_crop", Flag, "false", ALL, Translated("`datasets[].random_crop`: drawn once for each image")),
+    row("random_crop", Flag, "false", ALL, Translated("`datasets[].random_crop`: with buckets drawn once for each image")),
     row("face_crop_aug_range", Text, "", ALL, refused(FACE_CROP)),
     row("resize_interpolation", Text, "", ALL, Noted("aitk has one way to scale images")),
     row("alpha_mask", Flag, "false", ALL, Translated("`datasets[].alpha_mask`; aitk scales the weights of a batch to 1 on average")),

@@ -1,5 +1,6 @@
 //! What a folder of images becomes: an entry of `datasets`.
 
+use super::dataset_kind::DatasetKind;
 use super::document::Value;
 use super::epochs::{BucketOptions, CountedDataset, CountedSubset};
 use super::folders::Folder;
@@ -53,13 +54,16 @@ pub(super) fn subset_section(
         return None;
     }
     let path = import.directory.join(folder);
-    if count.subsets.iter().any(|subset| subset.folder == path) {
+    let kind = DatasetKind::of(levels.0[0]);
+    let metadata = levels.text("metadata_file");
+    if count.subsets.iter().any(|subset| subset.is_same(&path, metadata)) {
+        let (option, same) = match metadata {
+            Some(file) => ("metadata_file", file),
+            None => ("image_dir", folder),
+        };
         import.notes.push(levels.at(
-            "image_dir",
-            format!(
-                "`{}` is left out: it is in this data set already",
-                folder.escape_debug()
-            ),
+            option,
+            format!("`{}` is left out: it is in this data set already", same.escape_debug()),
         ));
         return None;
     }
@@ -75,14 +79,14 @@ pub(super) fn subset_section(
     if batch_size != training.batch_size {
         section.insert("batch_size".into(), json!(batch_size));
     }
-    match levels.text("metadata_file") {
+    match metadata {
         Some(file) => section.insert("captions_file".into(), json!(file)),
         None => section.insert(
             "caption_ext".into(),
             json!(levels.text("caption_extension").unwrap_or(".caption")),
         ),
     };
-    if let Some(class) = levels.text("class_tokens") {
+    if let Some(class) = levels.text("class_tokens").filter(|_| kind == DatasetKind::Captions) {
         section.insert("default_caption".into(), json!(class));
     }
     captions(import, levels, training, &mut section);
@@ -93,8 +97,8 @@ pub(super) fn subset_section(
     if flips {
         section.insert("flip_x".into(), json!(true));
     }
-    crops_and_caches(import, levels, &mut section);
-    masks(import, levels, &mut section);
+    crops_and_caches(import, levels, kind, &mut section);
+    masks(import, levels, kind, &mut section);
     let weight = levels
         .value("network_multiplier")
         .and_then(Value::as_number)
@@ -105,7 +109,7 @@ pub(super) fn subset_section(
     if training.loss_factor != 1.0 {
         section.insert("loss_multiplier".into(), number(training.loss_factor));
     }
-    let excluded = match is_reg || levels.text("metadata_file").is_some() {
+    let excluded = match is_reg || metadata.is_some() {
         true => without_metadata(import, levels, &path)?,
         false => hold_out(import, levels, (folder, &path), batch_size, held_out, &mut section)?,
     };
@@ -115,6 +119,7 @@ pub(super) fn subset_section(
         repeats: u64::try_from(repeats).unwrap_or(1),
         is_reg,
         excluded,
+        metadata: metadata.map(str::to_owned),
     });
     Some(section)
 }
@@ -287,7 +292,7 @@ fn captions(import: &mut Import<'_>, levels: &Levels<'_>, training: &Training, s
     }
 }
 
-fn crops_and_caches(import: &mut Import<'_>, levels: &Levels<'_>, section: &mut Section) {
+fn crops_and_caches(import: &mut Import<'_>, levels: &Levels<'_>, kind: DatasetKind, section: &mut Section) {
     let settings = import.settings;
     let to_disk = settings.flag("cache_latents_to_disk");
     let caches = to_disk || settings.flag("cache_latents");
@@ -299,10 +304,17 @@ fn crops_and_caches(import: &mut Import<'_>, levels: &Levels<'_>, section: &mut 
                 &mut import.errors,
             );
         }
-        if !levels.flag("enable_bucket") {
+        if kind == DatasetKind::Masks {
             levels.error(
                 "random_crop",
-                "aitk crops at random with buckets only: set enable_bucket = true",
+                "sd-scripts crops no images with masks (conditioning_data_dir) at random: remove one of them",
+                &mut import.errors,
+            );
+        }
+        if section.contains_key("size") {
+            levels.error(
+                "random_crop",
+                "aitk crops squares at random where there are no buckets: set enable_bucket = true, or a square resolution",
                 &mut import.errors,
             );
         }
@@ -315,9 +327,10 @@ fn crops_and_caches(import: &mut Import<'_>, levels: &Levels<'_>, section: &mut 
     };
 }
 
-fn masks(import: &mut Import<'_>, levels: &Levels<'_>, section: &mut Section) {
+fn masks(import: &mut Import<'_>, levels: &Levels<'_>, kind: DatasetKind, section: &mut Section) {
     let masked = import.settings.flag("masked_loss");
-    if levels.flag("alpha_mask") {
+    // sd-scripts reads no transparency where there are masks.
+    if levels.flag("alpha_mask") && kind != DatasetKind::Masks {
         section.insert("alpha_mask".into(), json!(true));
     }
     match levels.text("conditioning_data_dir") {

@@ -1,6 +1,7 @@
 //! Tests of the import.
 
 mod examples;
+mod kinds;
 mod mistakes;
 mod options;
 mod presets;
