@@ -136,7 +136,7 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
         Ok(script) => script,
         // The options that could not be read may be those that tell the scripts apart.
         Err(_) if !errors.is_empty() => return Err(sorted(errors)),
-        Err(message) => return Err(vec![finding(file, Position::default(), "", message)]),
+        Err((option, message)) => return Err(vec![finding(file, settings.position(option), option, message)]),
     };
     if !errors.is_empty() {
         // Options that could not be read would be missing below.

@@ -70,6 +70,15 @@ pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Sect
             "needs optimizer_type Adafactor, in sd-scripts too: remove it",
         );
     }
+    let accumulates = settings
+        .whole("gradient_accumulation_steps")
+        .is_some_and(|steps| steps > 1);
+    if settings.flag("fused_backward_pass") && accumulates {
+        import.error(
+            "fused_backward_pass",
+            "contradicts gradient_accumulation_steps, in sd-scripts too: remove one of them",
+        );
+    }
     let mut params: Section = serde_json::from_str(found.defaults).unwrap_or_default();
     for argument in arguments(import, "optimizer_args") {
         let Some(value) = argument.literal() else {
@@ -300,7 +309,8 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
     }
     let is_zero = |option: &&&str| settings.number(option) == Some(0.0);
     let mut text_encoder = match import.script {
-        Script::TrainDb => settings.whole("stop_text_encoder_training").unwrap_or(0) >= 0,
+        // 0 stops it before the first step.
+        Script::TrainDb => settings.whole("stop_text_encoder_training").is_none_or(|step| step > 0),
         Script::FluxTrain => false,
         _ => settings.flag("train_text_encoder"),
     };

@@ -86,7 +86,7 @@ const NETWORK: &[OptionRow] = &[
     row("network_train_text_encoder_only", Flag, "false", LORA, Translated("`train.train_unet`: false")),
     row("scale_weight_norms", Number, "0", LORA, Translated("`network.scale_weight_norms`; not of LyCORIS with use_scalar")),
     row("train_text_encoder", Flag, "false", UsedBy(0x2b), Translated("`train.train_text_encoder`")),
-    row("stop_text_encoder_training", Whole, "", UsedBy::FULL_SD, Translated("-1: `train.train_text_encoder` false; aitk cannot stop it later")),
+    row("stop_text_encoder_training", Whole, "", UsedBy::FULL_SD, Translated("0 and -1: `train.train_text_encoder` false; aitk cannot stop it later")),
     row("diffusers_xformers", Flag, "false", FULL, NoInfluence(MEMORY)),
     row("num_last_block_to_freeze", Whole, "0", SD3, refused("use ai-toolkit's `model.ignore_if_contains` in a YAML config")),
 ];
@@ -118,7 +118,7 @@ const OPTIMIZER: &[OptionRow] = &[
     row("use_8bit_adam", Flag, "false", ALL, Translated("`train.optimizer`: adamw8bit")),
     row("use_lion_optimizer", Flag, "false", ALL, Translated("`train.optimizer`: lion")),
     row("max_grad_norm", Number, "1.0", ALL, Translated("`train.max_grad_norm`; aitk does not clip with Adafactor")),
-    row("fused_backward_pass", Flag, "false", ALL, Translated("no influence; an error without optimizer_type Adafactor, as in sd-scripts")),
+    row("fused_backward_pass", Flag, "false", ALL, Translated("no influence; an error without optimizer_type Adafactor, or with gradient_accumulation_steps, as in sd-scripts")),
     row("fused_optimizer_groups", Whole, "", FULL, NoInfluence(MEMORY)),
     row("blockwise_fused_optimizers", Flag, "false", FULL, NoInfluence(MEMORY)),
     row(
@@ -264,7 +264,7 @@ const DATA: &[OptionRow] = &[
     row("max_bucket_reso", Whole, "1024", ALL, NoInfluence("aitk's buckets have the area of the resolution, at the ratio of the image")),
     row("bucket_reso_steps", Whole, "64", ALL, NoInfluence("aitk's buckets are multiples of what the model needs")),
     row("caption_extension", Text, ".caption", ALL, Translated("`datasets[].caption_ext`")),
-    row("caption_extention", Text, "", ALL, Translated("older spelling of caption_extension")),
+    row("caption_extention", Text, "", ALL, Translated("older spelling of caption_extension; wins over it")),
     row("shuffle_caption", Flag, "false", ALL, Translated("`datasets[].shuffle_tokens`")),
     row("keep_tokens", Whole, "0", ALL, Translated("`datasets[].keep_tokens`, `datasets[].shuffle_keeps_tokens`")),
     row("keep_tokens_separator", Text, "", ALL, Translated("`datasets[].keep_tokens_separator` if captions are shuffled or tags are dropped, else without influence")),

@@ -39,7 +39,10 @@ pub(super) fn check(yaml: &str, training: &Settings, of_datasets: &[Settings]) -
 fn refused(problem: &Finding, training: &Settings, of_datasets: &[Settings]) -> Finding {
     let key = problem.key.strip_prefix("config.process[0].").unwrap_or(&problem.key);
     let message = |what: &str| format!("{what} `{key}`, which is refused: {}", problem.message);
-    match origin(&without_indices(key), training, of_datasets) {
+    // Without output_name, a word names the run.
+    let is_word = key == "config.name" && !training.is_set("output_name") && training.is_set("token_string");
+    let decided = if is_word { "embedding.trigger" } else { key };
+    match origin(&without_indices(decided), training, of_datasets) {
         Some((settings, names)) => finding(
             &settings.file,
             settings.position(names[0]),

@@ -38,9 +38,11 @@ pub(super) fn sample(import: &mut Import<'_>, prompts: Option<Prompts>, every: u
     let read = match prompts {
         Some(prompts) => read(import, prompts),
         None => {
+            let options = ["sample_every_n_epochs", "sample_every_n_steps", "sample_at_first"];
+            let option = options.into_iter().find(|option| import.settings.is_set(option));
             import.error(
-                "sample_prompts",
-                "samples are asked for, but no prompts are given: set it, or remove sample_every_n_…",
+                option.unwrap_or("sample_prompts"),
+                "samples are asked for, but no prompts are given: set sample_prompts, or remove this option",
             );
             Vec::new()
         }

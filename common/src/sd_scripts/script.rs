@@ -155,16 +155,17 @@ impl Script {
 /// Finds the script that a config is for: by its options, else by the content or the name of its model.
 ///
 /// # Errors
-/// A message, if nothing decides.
-pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, String> {
+/// An option, or nothing, and a message about it, if nothing decides.
+pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, (&'static str, String)> {
     let family = family(settings, directory)?;
     if settings.is_set("token_string") {
         return match family {
             ScriptFamily::Sd => Ok(Script::TrainTextualInversion),
             ScriptFamily::Sdxl => Ok(Script::SdxlTrainTextualInversion),
-            _ => Err(
-                "token_string: words are trained for Stable Diffusion 1.x, 2.x and SDXL, in sd-scripts too".to_owned(),
-            ),
+            _ => Err((
+                "token_string",
+                "words are trained for Stable Diffusion 1.x, 2.x and SDXL, in sd-scripts too".to_owned(),
+            )),
         };
     }
     let adapter = settings.text("network_module").is_some()
@@ -188,17 +189,18 @@ pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, St
             Script::TrainDb
         }
         (ScriptFamily::Sd, false) => {
-            return Err(
+            return Err((
+                "",
                 "there is no network_module, so the whole model is trained, and the options fit train_db as well as fine_tune, \
                         which differ in whether the text encoder is trained: name the script with --script train_db or --script \
                         fine_tune"
                     .to_owned(),
-            );
+            ));
         }
     })
 }
 
-fn family(settings: &Settings, directory: &Path) -> Result<ScriptFamily, String> {
+fn family(settings: &Settings, directory: &Path) -> Result<ScriptFamily, (&'static str, String)> {
     match settings.text("network_module") {
         Some(module) if module.ends_with("_flux") => return Ok(ScriptFamily::Flux),
         Some(module) if module.ends_with("_sd3") => return Ok(ScriptFamily::Sd3),
@@ -224,11 +226,12 @@ fn family(settings: &Settings, directory: &Path) -> Result<ScriptFamily, String>
         return Ok(ScriptFamily::Sd3);
     }
     family_of_name(model).ok_or_else(|| {
-        format!(
+        let message = format!(
             "neither the options nor the model `{}` say which script this config is for: name it, for example with --script \
              train_network (Stable Diffusion 1.x and 2.x), --script sdxl_train_network or --script flux_train_network",
             model.escape_debug()
-        )
+        );
+        ("pretrained_model_name_or_path", message)
     })
 }
 

@@ -160,10 +160,10 @@ impl Settings {
         self.values.is_empty()
     }
 
-    /// Moves an option to another name, unless that is set.
+    /// Moves an option to another name, whose value it replaces, unless it is off.
     pub(super) fn rename(&mut self, from: &str, to: &str) {
-        if let Some(value) = self.values.remove(from) {
-            self.values.entry(to.to_owned()).or_insert(value);
+        if let Some(value) = self.values.remove(from).filter(|(value, _)| !value.is_off()) {
+            self.values.insert(to.to_owned(), value);
         }
     }
 }

@@ -118,7 +118,14 @@ fn mistakes_of_training_configs_are_named() {
         ),
         ("adaptive_noise_scale = 0.1", "adaptive_noise_scale: needs noise_offset"),
         ("loss_type = \"huber\"", "huber_schedule = \"constant\""),
-        ("sample_every_n_steps = 10", "no prompts are given"),
+        (
+            "sample_every_n_steps = 10",
+            "config.toml:7:1: sample_every_n_steps: samples are asked for, but no prompts are given",
+        ),
+        (
+            "optimizer_type = \"Adafactor\"\nfused_backward_pass = true\ngradient_accumulation_steps = 2",
+            "config.toml:8:1: fused_backward_pass: contradicts gradient_accumulation_steps",
+        ),
         (
             "sample_every_n_steps = 10\nsample_prompts = \"none.txt\"",
             "none.txt cannot be read",

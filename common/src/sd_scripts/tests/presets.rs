@@ -95,6 +95,10 @@ fn the_tab_for_dreambooth_trains_folders_with_repeats() {
     }
     let (_, process) = preset(folder.path(), &format!("{fields}, \"stop_text_encoder_training\": -1")).unwrap();
     assert!(!process.train.train_text_encoder);
+    let text = format!("{}stop_text_encoder_training = 0\n", base(Script::TrainDb));
+    let imported = import_in(folder.path(), &text, Some(Script::TrainDb)).unwrap();
+    let job = job(&imported.yaml);
+    assert!(!job.process[0].trainer().unwrap().train.train_text_encoder);
 }
 
 /// Only the images of the file are counted.

@@ -40,7 +40,14 @@ fn a_config_that_may_be_for_several_scripts_is_an_error() {
         "{}",
         errors[0]
     );
+    assert_eq!(
+        (errors[0].line, errors[0].key.as_str()),
+        (Some(5), "pretrained_model_name_or_path")
+    );
     import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+    let text = format!("{}token_string = \"vorx\"\n", base(Script::FluxTrainNetwork));
+    let errors = import_in(folder.path(), &text, None).unwrap_err();
+    assert_eq!((errors[0].line, errors[0].key.as_str()), (Some(10), "token_string"));
     assert!(
         Script::from_name("train_controlnet")
             .unwrap_err()
