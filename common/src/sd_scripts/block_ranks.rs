@@ -24,10 +24,10 @@ fn find_argument<'a>(arguments: &'a [Argument], name: &str) -> Option<&'a Argume
     arguments.iter().find(is_set)
 }
 
-/// Whether larger convolutions of some blocks have ranks.
+/// Whether layers outside of attentions have LoRAs: larger convolutions have a rank, which may be 0.
 pub(super) fn has_convolutions(arguments: &[Argument]) -> bool {
-    find_argument(arguments, "conv_block_dims").is_some()
-        && SWITCHES.iter().any(|name| find_argument(arguments, name).is_some())
+    let has_blocks = SWITCHES.iter().any(|name| find_argument(arguments, name).is_some());
+    find_argument(arguments, "conv_dim").is_some() || (find_argument(arguments, "conv_block_dims").is_some() && has_blocks)
 }
 
 /// The entries of `network.layer_ranks`: of the blocks whose ranks or alphas differ from those of the network.
@@ -71,7 +71,7 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
         None => network.conv.map_or(1.0, |(_, alpha)| alpha),
     };
     let mut entries = Vec::new();
-    for (name, part, index) in unet_blocks(is_xl, network.conv.is_some() || conv_dims.is_some()) {
+    for (name, part, index) in unet_blocks(is_xl, has_convolutions(arguments)) {
         let place = place_of(is_xl, part, index);
         let linear = (at(&dims, place, network.linear.0), at(&alphas, place, network.linear.1));
         let conv = match &conv_dims {

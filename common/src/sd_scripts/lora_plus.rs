@@ -40,11 +40,7 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     let text = ratio("loraplus_text_encoder_lr_ratio")
         .or(both)
         .filter(|_| rates.text_encoder && has_ratios);
-    let has_convolutions = arguments
-        .iter()
-        .any(|argument| argument.name == "conv_dim" && !argument.is_off())
-        || block_ranks::has_convolutions(&arguments);
-    let blocks = block_rates(import, &arguments, has_convolutions);
+    let blocks = block_rates(import, &arguments, block_ranks::has_convolutions(&arguments));
     let has_ratio = denoiser.is_some() || text.is_some();
     if has_ratio && import.settings.text("network_module") == Some("lycoris.kohya") {
         import.error(

@@ -127,7 +127,10 @@ const TRANSLATED: &[&str] = &[
 /// All arguments with what becomes of them, for the documentation.
 pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, String)> {
     let translated = [
-        ("conv_dim", "`network.conv`"),
+        (
+            "conv_dim",
+            "`network.conv`; 0: none, and of larger convolutions no LoRA, but of all other layers of the U-Net's blocks",
+        ),
         ("conv_alpha", "`network.conv_alpha`"),
         (
             "rank_dropout",
@@ -525,13 +528,25 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
     {
         import.error("network_dropout", "LyCORIS drops other numbers than aitk does");
     }
-    // Convolutions are trained too: 0 and nothing mean the rank of the linear layers.
-    let conv = arguments.chance(import, "conv_dim").unwrap_or(rank as f64);
-    let conv_alpha = arguments.chance(import, "conv_alpha").unwrap_or(alpha);
+    // Convolutions are trained too, without conv_dim with the rank of the linear layers; with 0 only those of 1 x 1, as these layers.
+    let conv = arguments.number(import, "conv_dim").unwrap_or(rank as f64);
+    let conv_alpha = arguments.number(import, "conv_alpha").unwrap_or(alpha);
     network.insert("type".into(), json!(kind));
-    network.insert("conv".into(), number(conv));
-    network.insert("conv_alpha".into(), number(conv_alpha));
+    if conv > 0.0 {
+        network.insert("conv".into(), number(conv));
+        // LyCORIS takes an alpha of 0 for the rank, too.
+        network.insert(
+            "conv_alpha".into(),
+            number(if conv_alpha == 0.0 { conv } else { conv_alpha }),
+        );
+    }
     if kind == "lokr" {
+        let is_false = |argument: &Argument| argument.is_off() && !argument.text.is_empty();
+        if arguments.get("decompose_both").is_some_and(is_false) && !splits_nothing(import, arguments) {
+            let message = "decompose_both: LyCORIS takes any text for True, also this one, and splits the first matrix of layers that are large \
+                           enough; aitk splits none";
+            import.note("network_args", message);
+        }
         let factor = arguments.number(import, "factor").unwrap_or(-1.0);
         network.insert("lokr_factor".into(), number(factor));
         // LyCORIS splits no matrix whose sides are smaller than twice the rank: people write 100000 for none at all.

@@ -154,6 +154,49 @@ fn an_alpha_of_0_is_the_rank_of_each_layer() {
     assert_eq!(found.linear_alpha, 4.0);
 }
 
+/// `networks/lora.py` adapts the blocks around convolutions as soon as `conv_dim` is given; `lycoris/kohya.py` reads it as text, so that
+/// `0` is 0.
+#[test]
+fn convolutions_of_rank_0_have_no_lora_and_the_layers_beside_them_have_one() {
+    let base = base(Script::TrainNetwork);
+    for module in ["networks.lora", "lycoris.kohya"] {
+        let folder = folder();
+        let text = format!("{base}network_args = [\"conv_dim=0\", \"conv_alpha=0\"]\n");
+        let text = text.replace("networks.lora", module);
+        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let network = job(&imported.yaml).process[0]
+            .trainer()
+            .unwrap()
+            .network
+            .clone()
+            .unwrap();
+        assert_eq!((network.linear, network.conv), (4, None), "{module}");
+        let only = network.network_kwargs.only_if_contains;
+        // LyCORIS adapts all of this U-Net.
+        let has_resnets = only.is_none_or(|names| names.contains(&"resnets".to_owned()));
+        assert!(has_resnets, "{module}");
+    }
+    let lines = "network_module = \"lycoris.kohya\"\nnetwork_args = [\"conv_dim=8\", \"conv_alpha=0\", \"algo=lokr\", \"decompose_both=False\"]";
+    let text = base.replace("network_module = \"networks.lora\"", lines);
+    let folder = folder();
+    let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+    let network = job(&imported.yaml).process[0]
+        .trainer()
+        .unwrap()
+        .network
+        .clone()
+        .unwrap();
+    assert_eq!((network.conv, network.conv_alpha), (Some(8), Some(8.0)));
+    assert!(
+        imported
+            .notes
+            .iter()
+            .any(|note| note.message.contains("takes any text for True")),
+        "{:?}",
+        imported.notes
+    );
+}
+
 #[test]
 fn a_file_decides_the_ranks() {
     let lines = "dim_from_weights = true\nnetwork_weights = \"lora.safetensors\"\nnetwork_dim = 64\nnetwork_dropout = 0.1\n\
