@@ -132,6 +132,7 @@ const RENAMED: &[&str] = &[
     "flux1_clip_l",
     "flux1_t5xxl",
     "flux_fused_backward_pass",
+    "sd3_fused_backward_pass",
     "lora_network_weights",
 ];
 
@@ -190,8 +191,8 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
         file,
         errors,
     };
-    copied(&fields, script, &mut out);
-    renamed(&fields, script, &mut out);
+    copied(&fields, tab, script, &mut out);
+    renamed(&fields, tab, script, &mut out);
     match tab {
         Tab::Lora => {
             network(&fields, script, &mut out);
@@ -256,8 +257,22 @@ fn words(text: &str) -> Value {
     )
 }
 
+/// Whether the GUI leaves out a field with the name of an option, because the tab has it for another family.
+fn is_left_out(name: &str, tab: Tab, family: ScriptFamily) -> bool {
+    let (is_flux, is_sd3) = (family == ScriptFamily::Flux, family == ScriptFamily::Sd3);
+    match name {
+        "weighting_scheme" | "mode_scale" => !is_sd3,
+        "t5xxl_max_token_length" | "apply_t5_attn_mask" | "fp8_base_unet" | "cpu_offload_checkpointing" => !is_flux,
+        // The tab for LoRAs has other fields for SD3, the others have them for FLUX.1.
+        "clip_l" | "t5xxl" if tab == Tab::Lora => !is_flux,
+        "clip_l" | "t5xxl" => !is_sd3,
+        "fused_backward_pass" => tab == Tab::Lora || is_flux || is_sd3,
+        _ => false,
+    }
+}
+
 /// Fields with the name of an option. Those that the family does not use, the GUI leaves out.
-fn copied(fields: &Fields, script: Script, out: &mut Options<'_>) {
+fn copied(fields: &Fields, tab: Tab, script: Script, out: &mut Options<'_>) {
     for entry in &fields.0 {
         let name = entry.key.as_str();
         let handled = |names: &[&str]| names.contains(&name);
@@ -296,7 +311,8 @@ fn copied(fields: &Fields, script: Script, out: &mut Options<'_>) {
             "multires_noise_iterations" | "multires_noise_discount" => noise != "Multires",
             _ => false,
         };
-        if entry.value.is_off() || of_other_noise || !row.used_by.includes(script.bits()) {
+        let is_of_other_family = !row.used_by.includes(script.bits()) || is_left_out(name, tab, script.family());
+        if entry.value.is_off() || of_other_noise || is_of_other_family {
             continue;
         }
         // The GUI passes an adaptive scale only beside an offset.
@@ -307,35 +323,31 @@ fn copied(fields: &Fields, script: Script, out: &mut Options<'_>) {
     }
 }
 
-fn renamed(fields: &Fields, script: Script, out: &mut Options<'_>) {
+fn renamed(fields: &Fields, tab: Tab, script: Script, out: &mut Options<'_>) {
+    let (is_flux, is_sd3) = (
+        script.family() == ScriptFamily::Flux,
+        script.family() == ScriptFamily::Sd3,
+    );
+    let is_lora = tab == Tab::Lora;
     for (field, option, on) in [
         ("max_resolution", "resolution", true),
         ("optimizer", "optimizer_type", true),
         ("lora_network_weights", "network_weights", true),
-        ("flux1_clip_l", "clip_l", script.family() == ScriptFamily::Flux),
-        ("flux1_t5xxl", "t5xxl", script.family() == ScriptFamily::Flux),
-        ("sd3_clip_l", "clip_l", script.family() == ScriptFamily::Sd3),
-        ("sd3_t5xxl", "t5xxl", script.family() == ScriptFamily::Sd3),
+        ("flux1_clip_l", "clip_l", is_flux && !is_lora),
+        ("flux1_t5xxl", "t5xxl", is_flux && !is_lora),
+        ("flux_fused_backward_pass", "fused_backward_pass", is_flux && !is_lora),
+        ("sd3_clip_l", "clip_l", is_sd3 && is_lora),
+        ("sd3_t5xxl", "t5xxl", is_sd3 && is_lora),
+        ("sd3_clip_l_dropout_rate", "clip_l_dropout_rate", is_sd3),
+        ("sd3_t5_dropout_rate", "t5_dropout_rate", is_sd3),
+        ("sd3_enable_scaled_pos_embed", "enable_scaled_pos_embed", is_sd3),
+        ("sd3_cache_text_encoder_outputs", "cache_text_encoder_outputs", is_sd3),
         (
-            "sd3_clip_l_dropout_rate",
-            "clip_l_dropout_rate",
-            script.family() == ScriptFamily::Sd3,
+            "sd3_cache_text_encoder_outputs_to_disk",
+            "cache_text_encoder_outputs_to_disk",
+            is_sd3,
         ),
-        (
-            "sd3_t5_dropout_rate",
-            "t5_dropout_rate",
-            script.family() == ScriptFamily::Sd3,
-        ),
-        (
-            "sd3_enable_scaled_pos_embed",
-            "enable_scaled_pos_embed",
-            script.family() == ScriptFamily::Sd3,
-        ),
-        (
-            "sd3_cache_text_encoder_outputs",
-            "cache_text_encoder_outputs",
-            script.family() == ScriptFamily::Sd3,
-        ),
+        ("sd3_fused_backward_pass", "fused_backward_pass", is_sd3),
         (
             "sdxl_cache_text_encoder_outputs",
             "cache_text_encoder_outputs",
@@ -344,12 +356,12 @@ fn renamed(fields: &Fields, script: Script, out: &mut Options<'_>) {
         (
             "flux1_cache_text_encoder_outputs",
             "cache_text_encoder_outputs",
-            script.family() == ScriptFamily::Flux,
+            is_flux,
         ),
         (
             "flux1_cache_text_encoder_outputs_to_disk",
             "cache_text_encoder_outputs_to_disk",
-            script.family() == ScriptFamily::Flux,
+            is_flux,
         ),
     ] {
         if let (Some(value), true) = (fields.get(field), on) {
@@ -357,15 +369,33 @@ fn renamed(fields: &Fields, script: Script, out: &mut Options<'_>) {
             out.set(option, coerced(kind, value));
         }
     }
-    // An absolute number of steps, else a percentage.
-    let steps = fields.number("lr_warmup_steps");
-    if steps > 0.0 {
-        out.set("lr_warmup_steps", Value::Whole(steps as i64));
-    } else if fields.number("lr_warmup") != 0.0 {
-        out.set("lr_warmup_steps", Value::Number(fields.number("lr_warmup") / 100.0));
-    }
-    if fields.get("lr_scheduler_num_cycles").is_none() && fields.number("epoch") > 0.0 {
+    warmup(fields, tab, out);
+    // The GUI passes an empty field on as the epochs, a 0 not at all, and nothing from the tab for fine-tuning.
+    let is_empty = fields.given_text("lr_scheduler_num_cycles").is_none();
+    if is_empty && tab != Tab::FineTune && fields.number("epoch") > 0.0 {
         out.set("lr_scheduler_num_cycles", Value::Whole(fields.number("epoch") as i64));
+    }
+    // The tab for DreamBooth has no switch for the text encoders of SDXL: their rates decide.
+    let rates = ["learning_rate_te1", "learning_rate_te2"];
+    let has_rate = rates.iter().any(|field| fields.number(field) > 0.0);
+    if tab == Tab::DreamBooth && script.family() == ScriptFamily::Sdxl {
+        out.set("train_text_encoder", Value::Bool(has_rate));
+    }
+}
+
+/// `lr_warmup_steps`: an absolute number of steps, else a percentage.
+fn warmup(fields: &Fields, tab: Tab, out: &mut Options<'_>) {
+    let (steps, percent) = (fields.number("lr_warmup_steps"), fields.number("lr_warmup"));
+    let all = fields.number("max_train_steps").trunc();
+    // With a dataset_config, the tab for LoRAs computes the steps itself, and forgets them without max_train_steps.
+    let is_computed = tab == Tab::Lora && fields.get("dataset_config").is_some();
+    if steps > 0.0 && !(is_computed && all <= 0.0) {
+        out.set("lr_warmup_steps", Value::Whole(steps as i64));
+    } else if percent != 0.0 && is_computed && all > 0.0 {
+        let steps = (percent * all / 100.0).round_ties_even();
+        out.set("lr_warmup_steps", Value::Whole(steps as i64));
+    } else if percent != 0.0 {
+        out.set("lr_warmup_steps", Value::Number(percent / 100.0));
     }
 }
 
@@ -375,7 +405,12 @@ fn network(fields: &Fields, script: Script, out: &mut Options<'_>) {
     let mut arguments: Vec<String> = Vec::new();
     let mut pass = |names: &[&str]| {
         for name in names {
-            if let Some(text) = fields.text(name) {
+            let text = match *name {
+                // The GUI passes them as they are.
+                "conv_dim" | "conv_alpha" | "decompose_both" => fields.given_text(name),
+                name => fields.text(name),
+            };
+            if let Some(text) = text {
                 arguments.push(format!("{name}={text}"));
             }
         }

@@ -27,13 +27,13 @@ impl Fields {
     }
 
     pub(super) fn text(&self, name: &str) -> Option<String> {
-        match self.get(name)? {
-            Value::Text(text) => Some(text.clone()),
-            Value::Bool(on) => Some(if *on { "True" } else { "False" }.to_owned()),
-            Value::Whole(number) => Some(number.to_string()),
-            Value::Number(number) => Some(format!("{number:?}")),
-            _ => None,
-        }
+        text_of(self.get(name)?)
+    }
+
+    /// A field as text, also one that is 0 or false.
+    pub(super) fn given_text(&self, name: &str) -> Option<String> {
+        let entry = self.0.iter().find(|entry| entry.key == name)?;
+        text_of(&entry.value).filter(|text| !text.is_empty())
     }
 
     pub(super) fn number(&self, name: &str) -> f64 {
@@ -44,6 +44,17 @@ impl Fields {
             None => None,
         };
         parsed.filter(|number: &f64| number.is_finite()).unwrap_or(0.0)
+    }
+}
+
+/// How Python writes a value.
+fn text_of(value: &Value) -> Option<String> {
+    match value {
+        Value::Text(text) => Some(text.clone()),
+        Value::Bool(on) => Some(if *on { "True" } else { "False" }.to_owned()),
+        Value::Whole(number) => Some(number.to_string()),
+        Value::Number(number) => Some(format!("{number:?}")),
+        _ => None,
     }
 }
 

@@ -101,6 +101,80 @@ fn the_tab_for_dreambooth_trains_folders_with_repeats() {
     assert!(!job.process[0].trainer().unwrap().train.train_text_encoder);
 }
 
+/// The GUI shows the fields of all families, and passes on those of the one that is chosen.
+#[test]
+fn fields_of_other_families_are_left_out() {
+    let folder = folder();
+    let lora = r#""network_dim": 4, "network_alpha": 4, "unet_lr": 1e-4, "text_encoder_lr": 0, "train_data_dir": "images", "max_train_steps": 5"#;
+    let others = r#""weighting_scheme": "logit_normal", "t5xxl_max_token_length": 512, "apply_t5_attn_mask": true, "clip_l": "/x/clip_l.safetensors""#;
+    let fields = format!(
+        "\"LoRA_type\": \"Flux1\", \"flux1_checkbox\": true, \"timestep_sampling\": \"sigma\", \"discrete_flow_shift\": 1, \
+         \"model_prediction_type\": \"raw\", {lora}, {}",
+        others.replace("true", "false")
+    );
+    let (script, process) = preset(folder.path(), &fields).unwrap();
+    assert_eq!(script, Script::FluxTrainNetwork);
+    assert_eq!(process.model.extras_name_or_path.as_deref(), Some("/x"));
+    let fields = format!("\"LoRA_type\": \"Standard\", \"sd3_checkbox\": true, {lora}, {others}");
+    let (script, process) = preset(folder.path(), &fields).unwrap();
+    assert_eq!(script, Script::Sd3TrainNetwork);
+    assert_eq!(process.model.te_name_or_path, None);
+    // DreamBooth has them for SD3.
+    let fields = format!("\"sd3_checkbox\": true, \"train_data_dir\": \"images\", \"max_train_steps\": 5, {others}");
+    let (script, process) = preset(folder.path(), &fields).unwrap();
+    assert_eq!(script, Script::Sd3Train);
+    assert_eq!(process.model.te_name_or_path.as_deref(), Some("/x"));
+}
+
+/// `dreambooth_gui.py` sets `train_text_encoder` by these rates.
+#[test]
+fn rates_of_text_encoders_of_sdxl_train_them() {
+    let folder = folder();
+    let fields = r#""sdxl": true, "train_data_dir": "images", "max_train_steps": 5, "learning_rate_te2": 0, "learning_rate_te1": "#;
+    for (rate, expected) in [("1e-6", true), ("0", false)] {
+        let (script, process) = preset(folder.path(), &format!("{fields}{rate}")).unwrap();
+        assert_eq!(
+            (script, process.train.train_text_encoder),
+            (Script::SdxlTrain, expected),
+            "{rate}"
+        );
+    }
+}
+
+#[test]
+fn steps_of_warm_ups_cycles_and_ranks_are_those_that_the_gui_passes_on() {
+    let folder = folder();
+    let read = |fields: &str| {
+        let lora = r#""network_dim": 4, "unet_lr": 1e-4, "lr_scheduler": "cosine_with_restarts", "epoch": 3"#;
+        let fields = format!("\"LoRA_type\": \"Kohya LoCon\", {lora}, {fields}");
+        preset(folder.path(), &fields).unwrap().1
+    };
+    let param = |process: &TrainerProcess, name: &str| {
+        let value = process.train.lr_scheduler_params.get(name);
+        value.and_then(serde_json::Value::as_f64)
+    };
+    // 25 % of 30 steps, rounded; without a dataset_config sd-scripts cuts it.
+    let config = "\"dataset_config\": \"sd21_lion.dataset.toml\", \"max_train_steps\": 30, \"lr_warmup\": 25";
+    let folders = config.replace(
+        "\"dataset_config\": \"sd21_lion.dataset.toml\"",
+        "\"train_data_dir\": \"images\"",
+    );
+    assert_eq!(param(&read(config), "num_warmup_steps"), Some(8.0));
+    assert_eq!(param(&read(&folders), "num_warmup_steps"), Some(7.0));
+    let cycles = "\"train_data_dir\": \"images\", \"max_train_steps\": 30, \"lr_scheduler_num_cycles\": ";
+    assert_eq!(param(&read(&format!("{cycles}\"\"")), "T_0"), Some(10.0));
+    assert_eq!(param(&read(&format!("{cycles}0")), "T_0"), None);
+    let conv = |rank: u32| {
+        let fields =
+            format!("\"train_data_dir\": \"images\", \"max_train_steps\": 30, \"conv_dim\": {rank}, \"conv_alpha\": 0");
+        read(&fields).network.unwrap()
+    };
+    assert_eq!(
+        (conv(0).conv, conv(2).conv, conv(2).conv_alpha),
+        (None, Some(2), Some(2.0))
+    );
+}
+
 /// Only the images of the file are counted.
 #[test]
 fn a_metadata_file_has_captions_and_says_which_images_are_trained() {
