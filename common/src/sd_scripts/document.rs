@@ -1,6 +1,7 @@
 //! Parses TOML and JSON into one tree in which every key and value has its position.
 
 use crate::job::Finding;
+use std::collections::BTreeMap;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -10,6 +11,8 @@ pub(super) const MAX_BYTES: usize = 1 << 20;
 const MAX_DEPTH: usize = 16;
 /// Values of a config.
 const MAX_VALUES: usize = 50_000;
+/// Keys of a JSON object whose positions are known; presets of the kohya GUI have about 300.
+const MAX_POSITIONS: usize = 2_000;
 
 /// A position in a file, counted from 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -101,7 +104,7 @@ pub(super) fn parse_toml(text: &str, file: &str) -> Result<Table, Finding> {
     reader.table(parsed.get_ref(), 0)
 }
 
-/// Parses JSON, whose top level must be an object. Positions are unknown.
+/// Parses JSON, whose top level must be an object. Only the keys of that have positions.
 pub(super) fn parse_json(text: &str, file: &str) -> Result<Table, Finding> {
     let text = checked_size(text, file)?;
     let value: serde_json::Value = serde_json::from_str(text).map_err(|error| {
@@ -112,7 +115,13 @@ pub(super) fn parse_json(text: &str, file: &str) -> Result<Table, Finding> {
         finding(file, at, "", format!("this is not valid JSON: {error}"))
     })?;
     match from_json(value, 0) {
-        Some(Value::Table(table)) => Ok(table),
+        Some(Value::Table(mut table)) => {
+            let positions = key_positions(text);
+            for entry in &mut table {
+                entry.at = positions.get(&entry.key).copied().unwrap_or_default();
+            }
+            Ok(table)
+        }
         Some(_) => Err(finding(file, Position::default(), "", "expected a JSON object")),
         None => Err(finding(file, Position::default(), "", too_deep())),
     }
@@ -164,6 +173,46 @@ fn from_json(value: serde_json::Value, depth: usize) -> Option<Value> {
             Value::Table(table)
         }
     })
+}
+
+/// Where the first keys of the outermost object of a JSON text are.
+fn key_positions(text: &str) -> BTreeMap<String, Position> {
+    let lines = Lines::of(text);
+    let bytes = text.as_bytes();
+    let mut found = BTreeMap::new();
+    let (mut depth, mut at) = (0_usize, 0);
+    while let Some(byte) = bytes.get(at).filter(|_| found.len() < MAX_POSITIONS) {
+        let start = at;
+        at += 1;
+        match byte {
+            b'"' => {
+                at = end_of_string(bytes, start);
+                let rest = bytes.get(at..).unwrap_or_default();
+                let is_key = depth == 1 && rest.trim_ascii_start().first() == Some(&b':');
+                let token = text.get(start..at).filter(|_| is_key);
+                if let Some(key) = token.and_then(|token| serde_json::from_str::<String>(token).ok()) {
+                    found.insert(key, lines.position(start));
+                }
+            }
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    found
+}
+
+/// The place after a JSON string that begins at `start`.
+fn end_of_string(bytes: &[u8], start: usize) -> usize {
+    let mut at = start + 1;
+    while let Some(byte) = bytes.get(at) {
+        at += match byte {
+            b'\\' => 2,
+            b'"' => return at + 1,
+            _ => 1,
+        };
+    }
+    bytes.len()
 }
 
 /// Where the lines of a text begin.

@@ -1,7 +1,7 @@
 //! JSON presets of the kohya GUI's tabs for LoRAs, DreamBooth and fine-tuning. The GUI turns their fields into options of sd-scripts; so
 //! does this module.
 
-use super::document::{Position, Table, Value, finding};
+use super::document::{Table, Value, finding};
 use super::folders::Folder;
 use super::gui_fields::{Fields, Options};
 use super::gui_tab::{Tab, fine_tuning_data, fine_tuning_steps};
@@ -159,17 +159,21 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
         datasets: None,
         notes: Vec::new(),
     };
-    let at = Position::default();
     let Some(tab) = Tab::of(&fields) else {
         let message = "only presets of the tabs for LoRAs (with LoRA_type), DreamBooth and fine-tuning are imported; the GUI writes a TOML file \
                        into the output folder when a training starts: import that";
-        errors.push(finding(file, at, "LoRA_type", message));
+        errors.push(finding(file, fields.position("LoRA_type"), "LoRA_type", message));
         return preset;
     };
     for family in ["hunyuan_image", "anima", "lumina"] {
         let key = format!("{family}_checkbox");
         if fields.is_on(&key) {
-            errors.push(finding(file, at, &key, "aitk has no models of this family yet"));
+            errors.push(finding(
+                file,
+                fields.position(&key),
+                &key,
+                "aitk has no models of this family yet",
+            ));
             return preset;
         }
     }
@@ -188,6 +192,7 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
     preset.script = Some(script);
     let mut out = Options {
         table: Table::new(),
+        fields: &fields,
         file,
         errors,
     };
@@ -366,20 +371,21 @@ fn renamed(fields: &Fields, tab: Tab, script: Script, out: &mut Options<'_>) {
     ] {
         if let (Some(value), true) = (fields.get(field), on) {
             let kind = options::find(option).map_or(Kind::Text, |row| row.kind);
-            out.set(option, coerced(kind, value));
+            out.set_by(field, option, coerced(kind, value));
         }
     }
     warmup(fields, tab, out);
     // The GUI passes an empty field on as the epochs, a 0 not at all, and nothing from the tab for fine-tuning.
     let is_empty = fields.given_text("lr_scheduler_num_cycles").is_none();
     if is_empty && tab != Tab::FineTune && fields.number("epoch") > 0.0 {
-        out.set("lr_scheduler_num_cycles", Value::Whole(fields.number("epoch") as i64));
+        let epochs = Value::Whole(fields.number("epoch") as i64);
+        out.set_by("epoch", "lr_scheduler_num_cycles", epochs);
     }
     // The tab for DreamBooth has no switch for the text encoders of SDXL: their rates decide.
     let rates = ["learning_rate_te1", "learning_rate_te2"];
     let has_rate = rates.iter().any(|field| fields.number(field) > 0.0);
     if tab == Tab::DreamBooth && script.family() == ScriptFamily::Sdxl {
-        out.set("train_text_encoder", Value::Bool(has_rate));
+        out.set_by("learning_rate_te1", "train_text_encoder", Value::Bool(has_rate));
     }
 }
 
@@ -393,9 +399,9 @@ fn warmup(fields: &Fields, tab: Tab, out: &mut Options<'_>) {
         out.set("lr_warmup_steps", Value::Whole(steps as i64));
     } else if percent != 0.0 && is_computed && all > 0.0 {
         let steps = (percent * all / 100.0).round_ties_even();
-        out.set("lr_warmup_steps", Value::Whole(steps as i64));
+        out.set_by("lr_warmup", "lr_warmup_steps", Value::Whole(steps as i64));
     } else if percent != 0.0 {
-        out.set("lr_warmup_steps", Value::Number(percent / 100.0));
+        out.set_by("lr_warmup", "lr_warmup_steps", Value::Number(percent / 100.0));
     }
 }
 
@@ -517,9 +523,10 @@ fn network(fields: &Fields, script: Script, out: &mut Options<'_>) {
         let preset = fields.text("LyCORIS_preset").unwrap_or_else(|| "full".to_owned());
         arguments.extend([format!("algo={algo}"), format!("preset={preset}")]);
     }
-    out.set("network_module", Value::Text(module.to_owned()));
+    out.set_by("LoRA_type", "network_module", Value::Text(module.to_owned()));
     if !arguments.is_empty() {
-        out.set(
+        out.set_by(
+            "LoRA_type",
             "network_args",
             Value::List(arguments.into_iter().map(Value::Text).collect()),
         );
@@ -631,6 +638,6 @@ fn additional(fields: &Fields, out: &mut Options<'_>) {
             Some(kind) => coerced(kind, &Value::Text(values.join(" "))),
             None => Value::Text(values.join(" ")),
         };
-        out.set(&name, value);
+        out.set_by("additional_parameters", &name, value);
     }
 }

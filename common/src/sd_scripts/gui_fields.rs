@@ -17,6 +17,12 @@ impl Fields {
             .filter(|value| !value.is_off())
     }
 
+    /// Where a field is.
+    pub(super) fn position(&self, name: &str) -> Position {
+        let entry = self.0.iter().find(|entry| entry.key == name);
+        entry.map_or(Position::default(), |entry| entry.at)
+    }
+
     /// Whether the preset has a field, also one that is not set.
     pub(super) fn has(&self, name: &str) -> bool {
         self.0.iter().any(|entry| entry.key == name)
@@ -61,22 +67,30 @@ fn text_of(value: &Value) -> Option<String> {
 /// The options that are collected.
 pub(super) struct Options<'a> {
     pub table: Table,
+    pub fields: &'a Fields,
     pub file: &'a str,
     pub errors: &'a mut Vec<Finding>,
 }
 
 impl Options<'_> {
+    /// Sets an option to what the field of its name says.
     pub(super) fn set(&mut self, key: &str, value: Value) {
+        self.set_by(key, key, value);
+    }
+
+    /// Sets an option to what a field says.
+    pub(super) fn set_by(&mut self, field: &str, key: &str, value: Value) {
         self.table.retain(|entry| entry.key != key);
         self.table.push(Entry {
             key: key.to_owned(),
             value,
-            at: Position::default(),
+            at: self.fields.position(field),
         });
     }
 
-    pub(super) fn error(&mut self, key: &str, message: impl Into<String>) {
-        let error = finding(self.file, Position::default(), &shortened(key), message);
+    pub(super) fn error(&mut self, field: &str, message: impl Into<String>) {
+        let at = self.fields.position(field);
+        let error = finding(self.file, at, &shortened(field), message);
         self.errors.push(error);
     }
 }

@@ -83,8 +83,8 @@ pub(super) fn fine_tuning_data(fields: &Fields, out: &mut Options<'_>) -> Option
         };
         let name = fields.text(field).unwrap_or_else(|| usual.to_owned());
         let path = Path::new(&fields.text("train_dir").unwrap_or_default()).join(name);
-        out.set("train_data_dir", Value::Text(folder));
-        out.set("in_json", Value::Text(path.to_string_lossy().into_owned()));
+        out.set_by("image_folder", "train_data_dir", Value::Text(folder));
+        out.set_by(field, "in_json", Value::Text(path.to_string_lossy().into_owned()));
         return None;
     }
     let repeats = fields.number("dataset_repeats").max(1.0) as i64;

@@ -342,7 +342,7 @@ fn mistakes_of_presets_are_named() {
         (
             "\"color_aug\": false",
             "\"color_aug\": true",
-            "color_aug: use `datasets[].augmentations`",
+            "preset.json:12:3: color_aug: use `datasets[].augmentations`",
         ),
         (
             "\"epoch\": 2",
@@ -354,7 +354,11 @@ fn mistakes_of_presets_are_named() {
             "\"network_dim\": \"many\"",
             "network_dim: expected a whole number, found \"many\"",
         ),
-        ("--loss_type l1", "--los_type l1", "did you mean `loss_type`?"),
+        (
+            "--loss_type l1",
+            "--los_type l1",
+            "preset.json:3:3: los_type: sd-scripts has no such option; did you mean `loss_type`?",
+        ),
         (
             "\"train_data_dir\": \"images\"",
             "\"train_data_dir\": \"nothing\"",
