@@ -54,6 +54,11 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
     let (whole, unet) = (settings.flag("fp8_base"), settings.flag("fp8_base_unet"));
     if whole || unet {
         let option = if whole { "fp8_base" } else { "fp8_base_unet" };
+        if settings.text("mixed_precision").unwrap_or("no") == "no" {
+            let message =
+                "contradicts mixed_precision no, in sd-scripts too: set mixed_precision = \"bf16\", or remove it";
+            import.error(option, message);
+        }
         if !import.script.trains_model() {
             model.insert("quantize".into(), json!(true));
             model.insert("qtype".into(), json!("float8"));

@@ -1,7 +1,7 @@
 //! Noise, timesteps and the loss.
 
 use super::report::{Import, Section, number};
-use super::script::ScriptFamily;
+use super::script::{Script, ScriptFamily};
 use serde_json::json;
 
 /// The number by which aitk's loss is multiplied so that it is sd-scripts'.
@@ -14,16 +14,20 @@ pub(super) fn objective(import: &mut Import<'_>, train: &mut Section) -> LossFac
         ScriptFamily::Flux => flux(import, train),
         ScriptFamily::Sd3 => sd3(import, train),
     }
-    if let Some(gamma) = import.settings.number("ip_noise_gamma").filter(|gamma| *gamma != 0.0) {
+    let gamma = import.settings.number("ip_noise_gamma");
+    if let Some(gamma) = gamma.filter(|gamma| *gamma != 0.0 && import.script.family() != ScriptFamily::Sd3) {
         train.insert("ip_noise_gamma".into(), number(gamma));
         if import.settings.flag("ip_noise_gamma_random_strength") {
             train.insert("ip_noise_gamma_random_strength".into(), json!(true));
         }
     }
-    train.insert(
-        "reg_weight".into(),
-        number(import.settings.number("prior_loss_weight").unwrap_or(1.0)),
-    );
+    let mut reg_weight = import.settings.number("prior_loss_weight").unwrap_or(1.0);
+    if import.script == Script::SdxlTrain && reg_weight != 1.0 {
+        let message = "ignored: sdxl_train.py weighs regularisation images as the others";
+        import.note("prior_loss_weight", message);
+        reg_weight = 1.0;
+    }
+    train.insert("reg_weight".into(), number(reg_weight));
     loss_type(import, train)
 }
 

@@ -284,12 +284,23 @@ fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(Strin
         return Vec::new();
     }
     match rates.iter().all(|other| *other == first) {
-        true => vec![(all.to_owned(), first / rate)],
+        true => vec![(all.to_owned(), factor_of(first, rate))],
         false => each
             .into_iter()
             .zip(rates)
-            .map(|(name, other)| (name.to_owned(), other / rate))
+            .map(|(name, other)| (name.to_owned(), factor_of(*other, rate)))
             .collect(),
+    }
+}
+
+/// How many times `rate` another rate is, as people write it: 50 of 1e-4 and 2e-6, whose quotient is 50.00000000000001.
+fn factor_of(other: f64, rate: f64) -> f64 {
+    let exact = other / rate;
+    let rounded: f64 = format!("{exact:.11e}").parse().unwrap_or(exact);
+    if (rounded - exact).abs() <= exact.abs() * 1e-15 {
+        rounded
+    } else {
+        exact
     }
 }
 
@@ -338,7 +349,7 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
                 "is 0, but a text encoder has a learning rate: set learning_rate to that of the text encoder",
             );
         } else {
-            factors.push((name.to_owned(), rate / default));
+            factors.push((name.to_owned(), factor_of(rate, default)));
         }
     }
     Rates {

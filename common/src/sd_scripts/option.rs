@@ -129,6 +129,7 @@ impl UsedBy {
     pub(super) const FLOW: Self = Self(0x3c);
     pub(super) const FULL_SD: Self = Self(0x21);
     pub(super) const NOT_SD: Self = Self(0x7e);
+    pub(super) const NOT_SD3: Self = Self(0x77);
 
     /// Whether a script with these bits is among them.
     pub(super) fn includes(self, script: Self) -> bool {

@@ -12,6 +12,7 @@ const UNET: UsedBy = UsedBy::UNET;
 const FLUX: UsedBy = UsedBy::FLUX;
 const SD3: UsedBy = UsedBy::SD3;
 const FLOW: UsedBy = UsedBy::FLOW;
+const NOT_SD3: UsedBy = UsedBy::NOT_SD3;
 
 const MEMORY: &str = "memory or speed only";
 const LOGGER: &str = "the curves of a job are in `aitk plot` and `metrics.jsonl`";
@@ -221,8 +222,8 @@ const LOSS: &[OptionRow] = &[
     row("adaptive_noise_scale", Number, "0", UNET, Translated("`train.adaptive_noise_scale`, with noise_offset")),
     row("multires_noise_iterations", Whole, "0", UNET, Translated("`train.multires_noise_iterations`")),
     row("multires_noise_discount", Number, "0.3", UNET, Translated("`train.multires_noise_discount`")),
-    row("ip_noise_gamma", Number, "0", ALL, Translated("`train.ip_noise_gamma`")),
-    row("ip_noise_gamma_random_strength", Flag, "false", ALL, Translated("`train.ip_noise_gamma_random_strength`")),
+    row("ip_noise_gamma", Number, "0", NOT_SD3, Translated("`train.ip_noise_gamma`")),
+    row("ip_noise_gamma_random_strength", Flag, "false", NOT_SD3, Translated("`train.ip_noise_gamma_random_strength`")),
     row("min_snr_gamma", Number, "0", UNET, Translated("`train.min_snr_gamma`")),
     row("scale_v_pred_loss_like_noise_pred", Flag, "false", UNET, refused("aitk weighs the loss of velocities with min_snr_gamma only")),
     row("v_pred_like_loss", Number, "0", UNET, refused("aitk adds no loss of velocities to that of noise")),
@@ -234,7 +235,7 @@ const LOSS: &[OptionRow] = &[
     row("huber_schedule", Choice(&["constant", "exponential", "snr"]), "snr", ALL, Translated("only constant, with huber and smooth_l1")),
     row("huber_c", Number, "0.1", ALL, Translated("only 0.01 (times huber_scale), with huber and smooth_l1")),
     row("huber_scale", Number, "1.0", ALL, Translated("see huber_c")),
-    row("prior_loss_weight", Number, "1.0", ALL, Translated("`train.reg_weight`")),
+    row("prior_loss_weight", Number, "1.0", ALL, Translated("`train.reg_weight`; sdxl_train does not use it")),
     row("masked_loss", Flag, "false", ALL, Translated("`datasets[].mask_path`; aitk scales the weights of a batch to 1 on average")),
     row("conditioning_data_dir", Text, "", ALL, refused("sd-scripts reads it in the subsets of a dataset_config only: put it there")),
     row("guidance_scale", Number, "3.5", FLUX, Translated("`train.cfg_scale`")),
@@ -283,7 +284,7 @@ const DATA: &[OptionRow] = &[
     row("random_crop", Flag, "false", ALL, Translated("`datasets[].random_crop`: with buckets drawn once for each image")),
     row("face_crop_aug_range", Text, "", ALL, refused(FACE_CROP)),
     row("resize_interpolation", Text, "", ALL, Noted("aitk has one way to scale images")),
-    row("alpha_mask", Flag, "false", ALL, Translated("`datasets[].alpha_mask`; aitk scales the weights of a batch to 1 on average")),
+    row("alpha_mask", Flag, "false", ALL, Translated("`datasets[].alpha_mask`; aitk scales the weights of a batch to 1 on average. fine_tune does not use it")),
     row("cache_latents", Flag, "false", ALL, Translated("`datasets[].cache_latents`")),
     row("cache_latents_to_disk", Flag, "false", ALL, Translated("`datasets[].cache_latents_to_disk`")),
     row("vae_batch_size", Whole, "1", ALL, NoInfluence(MEMORY)),

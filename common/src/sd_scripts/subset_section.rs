@@ -10,6 +10,7 @@ use super::left_out::{hold_out, without_metadata};
 use super::levels::Levels;
 use super::option::size_of;
 use super::report::{Import, Section, number};
+use super::script::Script;
 use crate::job::Finding;
 use crate::job::limits::MAX_SIDE;
 use serde_json::json;
@@ -329,11 +330,29 @@ fn crops_and_caches(import: &mut Import<'_>, levels: &Levels<'_>, kind: DatasetK
 
 fn masks(import: &mut Import<'_>, levels: &Levels<'_>, kind: DatasetKind, section: &mut Section) {
     let masked = import.settings.flag("masked_loss");
+    let has_min_snr = import
+        .settings
+        .number("min_snr_gamma")
+        .is_some_and(|gamma| gamma != 0.0);
+    let ignored = match import.script {
+        Script::FineTune => Some("ignored: fine_tune.py does not use it"),
+        Script::SdxlTrain if !masked && !has_min_snr && !import.settings.flag("debiased_estimation_loss") => {
+            Some("ignored: sdxl_train.py uses it only with masked_loss, min_snr_gamma or debiased_estimation_loss")
+        }
+        _ => None,
+    };
     // sd-scripts reads no transparency where there are masks.
     if levels.flag("alpha_mask") && kind != DatasetKind::Masks {
-        section.insert("alpha_mask".into(), json!(true));
+        match ignored {
+            Some(message) => import.notes.push(levels.at("alpha_mask", message)),
+            None => drop(section.insert("alpha_mask".into(), json!(true))),
+        }
     }
     match levels.text("conditioning_data_dir") {
+        Some(_) if masked && import.script == Script::FineTune => {
+            let message = "fine_tune.py has no masks: remove it";
+            levels.error("conditioning_data_dir", message, &mut import.errors);
+        }
         Some(folder) if masked => {
             section.insert("mask_path".into(), json!(folder));
         }

@@ -111,6 +111,7 @@ fn mistakes_of_training_configs_are_named() {
             "caption_extension: becomes `datasets[0].caption_ext`, which is refused",
         ),
         ("full_bf16 = true", "contradicts mixed_precision no"),
+        ("fp8_base = true", "fp8_base: contradicts mixed_precision no"),
         ("clip_skip = 20", "clip_skip: expected a number from 1 to 12, found 20"),
         (
             "max_token_length = 100",

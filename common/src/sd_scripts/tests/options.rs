@@ -52,6 +52,7 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         "max_train_epochs" => ("2", ""),
         "mixed_precision" => ("\"bf16\"", ""),
         "full_fp16" => ("true", "mixed_precision = \"fp16\""),
+        "fp8_base" | "fp8_base_unet" => ("true", "mixed_precision = \"bf16\""),
         "full_bf16" => ("true", "mixed_precision = \"bf16\""),
         "cache_text_encoder_outputs" | "cache_text_encoder_outputs_to_disk" => {
             ("true", "network_train_unet_only = true")
@@ -282,6 +283,31 @@ fn an_option_of_another_script_is_ignored_with_a_note() {
     );
 }
 
+/// The loss of `sdxl_train.py`, `fine_tune.py` and of SD3 (`sd3_train_utils.py`).
+#[test]
+fn options_that_the_loss_of_a_script_does_not_have_are_ignored() {
+    let folder = folder();
+    let read = |script: Script, more: &str| {
+        import_in(folder.path(), &format!("{}{more}\n", base(script)), Some(script)).unwrap()
+    };
+    for (script, option, value) in [
+        (Script::Sd3TrainNetwork, "ip_noise_gamma", "0.1"),
+        (Script::SdxlTrain, "prior_loss_weight", "0.5"),
+        (Script::SdxlTrain, "alpha_mask", "true"),
+        (Script::FineTune, "alpha_mask", "true"),
+    ] {
+        let (without, with) = (read(script, ""), read(script, &format!("{option} = {value}")));
+        assert_eq!(job(&with.yaml), job(&without.yaml), "{option}");
+        assert!(
+            with.notes.iter().any(|note| note.key == option),
+            "{option}: {:?}",
+            with.notes
+        );
+    }
+    let with = read(Script::SdxlTrain, "alpha_mask = true\nmin_snr_gamma = 5");
+    assert!(job(&with.yaml).process[0].trainer().unwrap().datasets[0].alpha_mask);
+}
+
 #[test]
 fn images_smaller_than_the_resolution_are_noted() {
     let folder = folder();
@@ -457,6 +483,11 @@ fn text_encoders_have_their_own_learning_rates() {
         factors(Script::FluxTrainNetwork, "text_encoder_lr = [5e-5, 0]"),
         (true, vec![one("text_encoder", 0.5)])
     );
+    // 1e-4 / 2e-6 is 50.00000000000001.
+    let dir = folder();
+    let text = format!("{}unet_lr = 2e-6\ntext_encoder_lr = 1e-4\n", base(Script::TrainNetwork));
+    let yaml = import_in(dir.path(), &text, None).unwrap().yaml;
+    assert!(yaml.contains("factor: 50\n"), "{yaml}");
     // Of SD3, two rates are those of CLIP-L, and of CLIP-G and T5.
     let two = vec![one("text_encoder.", 0.5), one("text_encoder_2.", 2.0)];
     for rates in ["[5e-5, 2e-4]", "[5e-5, 2e-4, 0]"] {
