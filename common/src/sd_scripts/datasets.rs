@@ -301,7 +301,7 @@ impl Datasets {
         import: &mut Import<'_>,
         training: &Training,
     ) -> (Vec<Json>, Vec<CountedDataset>, HeldOut) {
-        let (mut sections, mut counted) = (Vec::new(), Vec::new());
+        let (mut sections, mut counted): (Vec<Vec<Json>>, _) = (Vec::new(), Vec::new());
         let mut held_out = HeldOut::default();
         let flips: Vec<bool> = self
             .datasets
@@ -317,15 +317,21 @@ impl Datasets {
                 buckets: None,
                 subsets: Vec::new(),
             };
+            let mut of_dataset = Vec::new();
             for subset in &dataset.subsets {
                 let levels = self.levels(import.settings, dataset, subset);
                 if let Some(section) = subset_section(import, &levels, training, some_flip, &mut count, &mut held_out) {
-                    sections.push(Json::Object(section));
+                    of_dataset.push(Json::Object(section));
                 }
             }
+            sections.push(of_dataset);
             counted.push(count);
         }
         let is_trained = |section: &Json| section.get("is_reg").is_none();
+        if sections.iter().flatten().any(is_trained) {
+            self.leave_out_regularisation(import, &mut sections);
+        }
+        let sections: Vec<Json> = sections.into_iter().flatten().collect();
         if import.errors.is_empty() && !sections.iter().any(is_trained) {
             let option = match import.settings.get("dataset_config") {
                 Some(_) => "dataset_config",
@@ -340,6 +346,22 @@ impl Datasets {
             );
         }
         (sections, counted, held_out)
+    }
+
+    /// Leaves out data sets of regularisation images alone: sd-scripts uses as many of them as there are others in their data set.
+    fn leave_out_regularisation(&self, import: &mut Import<'_>, sections: &mut [Vec<Json>]) {
+        for (dataset, sections) in self.datasets.iter().zip(sections) {
+            let (Some(first), Some(subset)) = (sections.first(), dataset.subsets.first()) else {
+                continue;
+            };
+            let is_reg = |section: &Json| section.get("is_reg").is_some();
+            if is_reg(first) && sections.iter().all(is_reg) {
+                sections.clear();
+                let message = "left out, as in sd-scripts: this data set has regularisation images alone; put them beside the others";
+                let note = self.levels(import.settings, dataset, subset).at("is_reg", message);
+                import.notes.push(note);
+            }
+        }
     }
 
     fn levels<'a>(&'a self, training: &'a Settings, dataset: &'a Dataset, subset: &'a Settings) -> Levels<'a> {

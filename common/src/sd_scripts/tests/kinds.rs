@@ -96,6 +96,26 @@ fn subsets_with_metadata_are_the_same_if_their_file_is() {
     assert_eq!(process.train.steps, 12);
 }
 
+/// `DreamBoothDataset` repeats or leaves out regularisation images until they are as many as the others of its data set.
+#[test]
+fn a_data_set_of_regularisation_images_alone_is_left_out() {
+    let folder = folder();
+    let reg = "[[datasets.subsets]]\nimage_dir = \"reg\"\nis_reg = true\n";
+    let process = imported(
+        folder.path(),
+        &format!("[[datasets]]\n{reg}[[datasets]]\n{CAPTIONS}{reg}"),
+        "",
+    )
+    .unwrap();
+    let found: Vec<bool> = process.datasets.iter().map(|dataset| dataset.is_reg).collect();
+    assert_eq!(found, [false, true]);
+    let errors = imported(folder.path(), &format!("[[datasets]]\n{reg}"), "").unwrap_err();
+    assert!(
+        errors[0].contains("every data set is one of regularisation images"),
+        "{errors:?}"
+    );
+}
+
 /// Without buckets, sd-scripts crops each image, at its own size, at another place each time.
 #[test]
 fn images_without_buckets_are_cropped_at_random() {
