@@ -275,13 +275,11 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
         if let Some(chance) = arguments.chance(import, "rank_dropout") {
             kwargs.insert("rank_dropout".into(), number(chance));
         }
-        if let Some(conv) = arguments.number(import, "conv_dim").filter(|conv| *conv > 0.0) {
-            if import.script.is_flow() {
-                import.error(
-                    "network_args",
-                    "conv_dim: a transformer has no larger convolutions: remove it",
-                );
-            }
+        let conv = arguments.number(import, "conv_dim").filter(|conv| *conv > 0.0);
+        if import.script.is_flow() && conv.is_some() {
+            let message = "conv_dim is ignored, as in sd-scripts: a transformer has no larger convolutions";
+            import.note("network_args", message);
+        } else if let Some(conv) = conv {
             let conv_alpha = arguments.number(import, "conv_alpha").unwrap_or(1.0);
             network.insert("conv".into(), number(conv));
             network.insert(

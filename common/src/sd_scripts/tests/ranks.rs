@@ -198,6 +198,16 @@ fn convolutions_of_rank_0_have_no_lora_and_the_layers_beside_them_have_one() {
 }
 
 #[test]
+fn transformers_have_no_convolutions() {
+    let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");
+    assert_eq!(found.conv, None);
+    assert!(
+        notes.iter().any(|note| note.contains("conv_dim is ignored")),
+        "{notes:?}"
+    );
+}
+
+#[test]
 fn a_file_decides_the_ranks() {
     let lines = "dim_from_weights = true\nnetwork_weights = \"lora.safetensors\"\nnetwork_dim = 64\nnetwork_dropout = 0.1\n\
                  network_args = [\"conv_dim=4\", \"loraplus_lr_ratio=4\", \"rank_dropout=0.1\"]";
