@@ -28,6 +28,9 @@ const OPTIMIZERS: &[OptimizerRow] = &[
     OptimizerRow { names: &["dadaptlion"], ours: "dadaptationlion", defaults: r#"{"betas": [0.9, 0.99], "weight_decay": 0, "d0": 1e-6}"# },
 ];
 
+/// `learning_rate` of sd-scripts.
+pub(super) const DEFAULT_RATE: f64 = 2e-6;
+
 /// Below this rate, aitk trains these optimizers with 1, as ai-toolkit does.
 const LEAST_ADAPTIVE_RATE: f64 = 0.1;
 
@@ -192,7 +195,7 @@ pub(super) struct Rates {
 /// Decides `train.lr` and `train.lr_factors`, and which parts are trained.
 pub(super) fn rates(import: &mut Import<'_>) -> Rates {
     let settings = import.settings;
-    let default = settings.number("learning_rate").unwrap_or(2e-6);
+    let default = settings.number("learning_rate").unwrap_or(DEFAULT_RATE);
     for option in ["learning_rate", "unet_lr"] {
         if settings.number(option).is_some_and(|rate| rate < 0.0) {
             import.error(option, "expected a learning rate from 0");

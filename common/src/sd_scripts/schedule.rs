@@ -1,7 +1,7 @@
 //! `lr_scheduler` and its options.
 
 use super::arguments::arguments;
-use super::optimizer::chooses_rates;
+use super::optimizer::{DEFAULT_RATE, chooses_rates};
 use super::report::{Import, Section, number};
 use serde_json::{Value, json};
 
@@ -20,6 +20,9 @@ const TORCH: &[TorchSchedule] = &[
     TorchSchedule { class: "LinearLR", ours: "linear", arguments: &["start_factor", "end_factor", "total_iters"] },
     TorchSchedule { class: "StepLR", ours: "step", arguments: &["step_size", "gamma"] },
 ];
+
+/// The last rate of transformers' polynomial.
+const POLYNOMIAL_END: f64 = 1e-7;
 
 /// Decides `train.lr_scheduler` and `train.lr_scheduler_params`. `steps` are all steps of the training.
 pub(super) fn schedule(import: &mut Import<'_>, steps: u64, train: &mut Section) {
@@ -76,7 +79,7 @@ pub(super) fn schedule(import: &mut Import<'_>, steps: u64, train: &mut Section)
                 "power".into(),
                 number(settings.number("lr_scheduler_power").unwrap_or(1.0)),
             );
-            params.insert("lr_end".into(), number(1e-7));
+            params.insert("lr_end".into(), number(end_of_polynomial(import, rate)));
             "polynomial"
         }
         "cosine_with_min_lr" => {
@@ -106,6 +109,21 @@ pub(super) fn schedule(import: &mut Import<'_>, steps: u64, train: &mut Section)
     train.insert("lr_scheduler".into(), json!(ours));
     if !params.is_empty() {
         train.insert("lr_scheduler_params".into(), Value::Object(params));
+    }
+}
+
+/// The last rate of a polynomial. transformers falls to 1e-7 of learning_rate, by which it multiplies the rates of all parts, those of
+/// `unet_lr` too.
+fn end_of_polynomial(import: &mut Import<'_>, rate: f64) -> f64 {
+    let base = import.settings.number("learning_rate").unwrap_or(DEFAULT_RATE);
+    if base <= POLYNOMIAL_END {
+        let message =
+            format!("polynomial falls to {POLYNOMIAL_END:?}, and needs a higher learning_rate, in sd-scripts too");
+        import.error("lr_scheduler", message);
+    }
+    match base == rate || base <= POLYNOMIAL_END {
+        true => POLYNOMIAL_END,
+        false => POLYNOMIAL_END * rate / base,
     }
 }
 
@@ -158,6 +176,14 @@ fn torch_schedule(import: &mut Import<'_>, class: &str, warmup: u64, train: &mut
             "lr_scheduler_type",
             format!("{name} needs {needed} in lr_scheduler_args"),
         );
+    }
+    let has_end = params
+        .get("eta_min")
+        .and_then(Value::as_f64)
+        .is_some_and(|end| end != 0.0);
+    if has_end && train.contains_key("lr_factors") {
+        let message = "eta_min: aitk multiplies it by the factors of the rates (lr_factors), so that parts with other rates have another one";
+        import.note("lr_scheduler_args", message);
     }
     // torch ends its linear schedule after five steps, ai-toolkit's after all steps.
     if found.class == "LinearLR" && !params.contains_key("total_iters") {

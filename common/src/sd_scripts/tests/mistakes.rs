@@ -62,6 +62,10 @@ fn mistakes_of_training_configs_are_named() {
         ("lr_warmup_steps = 10", "lr_scheduler constant has no warm-up"),
         ("lr_scheduler = \"inverse_sqrt\"", "aitk has no inverse_sqrt"),
         (
+            "lr_scheduler = \"polynomial\"\nlearning_rate = 1e-8",
+            "lr_scheduler: polynomial falls to 1e-7, and needs a higher learning_rate",
+        ),
+        (
             "lr_scheduler_type = \"OneCycleLR\"",
             "aitk has no `OneCycleLR`; it has CosineAnnealingLR",
         ),

@@ -96,6 +96,22 @@ fn adafactor_chooses_rates_unless_it_is_told_not_to() {
     assert_eq!(train.lr_factors.len(), 1);
 }
 
+/// transformers' `get_polynomial_decay_schedule_with_warmup` takes `optimizer.defaults["lr"]`, which is learning_rate, and scales all rates.
+#[test]
+fn a_polynomial_ends_at_a_share_of_the_rate() {
+    let end = |lines: &str| {
+        let (train, _) = train(Script::TrainNetwork, &format!("lr_scheduler = \"polynomial\"\n{lines}"));
+        train
+            .lr_scheduler_params
+            .get("lr_end")
+            .and_then(serde_json::Value::as_f64)
+    };
+    assert_eq!(end("learning_rate = 1e-4"), Some(1e-7));
+    // 1e-7 / 2e-6, the default, of 1e-4.
+    assert!(end("unet_lr = 1e-4").is_some_and(|end| (end - 5e-6).abs() < 1e-12));
+    assert!(end("unet_lr = 1e-4\nlearning_rate = 1e-3").is_some_and(|end| (end - 1e-8).abs() < 1e-14));
+}
+
 #[test]
 fn adafactor_does_not_clip_and_a_note_says_so() {
     let read = |lines: &str| {
