@@ -92,7 +92,7 @@ pub(super) fn block_ranks(import: &mut Import<'_>, arguments: &[Argument], netwo
     entries
 }
 
-/// Whether `block_dims` leaves out the block at a place of a list (`part` and `index` of `unet_blocks`): it has no LoRA then. Mistakes of
+/// Whether ranks of 0 leave out the block at a place of a list (`part` and `index` of `unet_blocks`): it has no LoRA then. Mistakes of
 /// the argument are reported with the ranks.
 pub(super) fn is_left_out(arguments: &[Argument], is_xl: bool, (part, index): (usize, usize), name: &str) -> bool {
     let rank_in = |argument: &str| -> Option<f64> {
@@ -105,7 +105,8 @@ pub(super) fn is_left_out(arguments: &[Argument], is_xl: bool, (part, index): (u
         None => find_argument(arguments, "conv_dim").and_then(Argument::number),
     };
     let has_convolutions = !name.contains("attentions") && conv.is_some_and(|rank| rank > 0.0);
-    rank_in("block_dims") == Some(0.0) && !has_convolutions
+    // Samplers are a larger convolution alone.
+    !has_convolutions && (rank_in("block_dims") == Some(0.0) || name.contains("samplers"))
 }
 
 /// The place in a list of all blocks, of the block at `index` of the list `part`. SDXL counts its embeddings first, which have no LoRA.

@@ -90,7 +90,14 @@ fn a_block_of_rank_0_has_no_factor_of_the_learning_rate() {
     assert!(has(&found, first) && has(&found, second), "{found:?}");
     let found = factors(&format!("{}, {weights}", ranks(0)));
     assert!(has(&found, first) && !has(&found, second), "{found:?}");
-    // Its convolutions have a rank of their own.
+    // Samplers have no other layers than convolutions.
+    let sampler = "down_blocks_1_downsamplers_0_";
+    let weights_of_samplers = "\"down_lr_weight=1,1,1,1,1,1,0.5,1,1,1,1,1\"";
+    let found = factors(&format!("{weights_of_samplers}, \"conv_dim=0\""));
+    assert!(found.is_empty(), "{found:?}");
+    let found = factors(&format!("{weights_of_samplers}, \"conv_dim=2\""));
+    assert_eq!(found, [sampler]);
+    // The convolutions of a block have a rank of their own.
     let resnet = "down_blocks_0_resnets_1_";
     let found = factors(&format!("{}, {weights}, \"conv_dim=2\"", ranks(0)));
     assert!(has(&found, resnet) && !has(&found, second), "{found:?}");
