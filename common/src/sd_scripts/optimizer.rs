@@ -73,6 +73,16 @@ pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Sect
             "needs optimizer_type Adafactor, in sd-scripts too: remove it",
         );
     }
+    let is_fused = |option: &&str| {
+        let row = super::options::find(option).filter(|row| row.used_by.includes(import.script.bits()));
+        settings.is_set(option) && row.is_some()
+    };
+    let fused = ["fused_optimizer_groups", "blockwise_fused_optimizers"];
+    if let Some(option) = fused.into_iter().find(is_fused).filter(|_| max_norm > 0.0) {
+        let message =
+            format!("sd-scripts clips the gradients of each tensor to a norm of {max_norm}, aitk all together");
+        import.note(option, message);
+    }
     let accumulates = settings
         .whole("gradient_accumulation_steps")
         .is_some_and(|steps| steps > 1);

@@ -15,6 +15,7 @@ const FLOW: UsedBy = UsedBy::FLOW;
 const NOT_SD3: UsedBy = UsedBy::NOT_SD3;
 
 const MEMORY: &str = "memory or speed only";
+const FUSED: &str = "no influence without max_grad_norm: sd-scripts clips the gradients of each tensor then, aitk all together";
 const LOGGER: &str = "the curves of a job are in `aitk plot` and `metrics.jsonl`";
 const HUB: &str =
     "`aitk run` uploads the run folder to the repository, with the token of HF_TOKEN or of `hf auth login`";
@@ -120,8 +121,8 @@ const OPTIMIZER: &[OptionRow] = &[
     row("use_lion_optimizer", Flag, "false", ALL, Translated("`train.optimizer`: lion")),
     row("max_grad_norm", Number, "1.0", ALL, Translated("`train.max_grad_norm`; aitk does not clip with Adafactor")),
     row("fused_backward_pass", Flag, "false", ALL, Translated("no influence; an error without optimizer_type Adafactor, or with gradient_accumulation_steps, as in sd-scripts")),
-    row("fused_optimizer_groups", Whole, "", FULL, NoInfluence(MEMORY)),
-    row("blockwise_fused_optimizers", Flag, "false", FULL, NoInfluence(MEMORY)),
+    row("fused_optimizer_groups", Whole, "", UsedBy(0x22), Translated(FUSED)),
+    row("blockwise_fused_optimizers", Flag, "false", UsedBy(0x2c), Translated(FUSED)),
     row(
         "lr_scheduler",
         Choice(&[
