@@ -84,8 +84,11 @@ pub fn import_file(
 fn failure(shown: &str, errors: &[Finding]) -> Failure {
     let lines: Vec<String> = errors.iter().map(|error| printable(&error.to_string())).collect();
     let failure = Failure::new(Exit::Failed, lines.join("\n"));
-    if errors.iter().any(|error| error.message.contains("--script")) {
-        return failure.hint(format!("for example: aitk run {shown} --script fine_tune"));
+    let script = errors
+        .iter()
+        .find_map(|error| error.message.split("--script ").nth(1)?.split(' ').next());
+    if let Some(script) = script {
+        return failure.hint(format!("for example: aitk run {shown} --script {script}"));
     }
     failure.hint("`aitk help sd-scripts` says what becomes of each option")
 }

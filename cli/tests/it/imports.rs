@@ -186,8 +186,14 @@ fn commands_take_configs_of_sd_scripts_and_say_what_is_wrong_with_them() {
         err(&output)
     );
 
+    home.write("which.toml", "pretrained_model_name_or_path = \"my/model\"\n");
     for (arguments, exit, expected) in [
-        (["import", "none.toml"].as_slice(), 3, "no such file"),
+        (
+            ["import", "which.toml"].as_slice(),
+            1,
+            "aitk run which.toml --script train_network\n",
+        ),
+        (&["import", "none.toml"], 3, "no such file"),
         (&["import", "none.json"], 3, "no such file"),
         (&["run", "none.toml"], 3, "no such file"),
         (

@@ -131,7 +131,8 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
         )]);
     }
     settings.rename("caption_extention", "caption_extension");
-    let found = known_script.map_or_else(|| script::detect(&settings, source.directory), Ok);
+    let has_dataset_config = source.dataset_config.is_some();
+    let found = known_script.map_or_else(|| script::detect(&settings, source.directory, has_dataset_config), Ok);
     let script = match found {
         Ok(script) => script,
         // The options that could not be read may be those that tell the scripts apart.

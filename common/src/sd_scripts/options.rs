@@ -15,7 +15,8 @@ const FLOW: UsedBy = UsedBy::FLOW;
 const NOT_SD3: UsedBy = UsedBy::NOT_SD3;
 
 const MEMORY: &str = "memory or speed only";
-const FUSED: &str = "no influence without max_grad_norm: sd-scripts clips the gradients of each tensor then, aitk all together";
+const FUSED: &str =
+    "no influence without max_grad_norm: sd-scripts clips the gradients of each tensor then, aitk all together";
 const LOGGER: &str = "the curves of a job are in `aitk plot` and `metrics.jsonl`";
 const HUB: &str =
     "`aitk run` uploads the run folder to the repository, with the token of HF_TOKEN or of `hf auth login`";

@@ -152,11 +152,16 @@ impl Script {
     }
 }
 
-/// Finds the script that a config is for: by its options, else by the content or the name of its model.
+/// Finds the script that a config is for: by its options, else by the content or the name of its model. `has_dataset_config`: whether the
+/// command line names one.
 ///
 /// # Errors
 /// An option, or nothing, and a message about it, if nothing decides.
-pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, (&'static str, String)> {
+pub(super) fn detect(
+    settings: &Settings,
+    directory: &Path,
+    has_dataset_config: bool,
+) -> Result<Script, (&'static str, String)> {
     let family = family(settings, directory)?;
     if settings.is_set("token_string") {
         return match family {
@@ -180,7 +185,9 @@ pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, (&
         (ScriptFamily::Sdxl, false) => Script::SdxlTrain,
         (ScriptFamily::Flux, false) => Script::FluxTrain,
         (ScriptFamily::Sd3, false) => Script::Sd3Train,
-        (ScriptFamily::Sd, false) if settings.is_set("train_text_encoder") => Script::FineTune,
+        (ScriptFamily::Sd, false) if settings.is_set("train_text_encoder") || settings.is_set("in_json") => {
+            Script::FineTune
+        }
         (ScriptFamily::Sd, false)
             if settings.is_set("stop_text_encoder_training")
                 || settings.is_set("no_token_padding")
@@ -188,9 +195,15 @@ pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, (&
         {
             Script::TrainDb
         }
+        // fine_tune.py reads captions from a metadata file alone.
+        (ScriptFamily::Sd, false)
+            if settings.is_set("train_data_dir") && !settings.is_set("dataset_config") && !has_dataset_config =>
+        {
+            Script::TrainDb
+        }
         (ScriptFamily::Sd, false) => {
             return Err((
-                "",
+                "dataset_config",
                 "there is no network_module, so the whole model is trained, and the options fit train_db as well as fine_tune, \
                         which differ in whether the text encoder is trained: name the script with --script train_db or --script \
                         fine_tune"
