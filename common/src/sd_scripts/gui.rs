@@ -62,7 +62,7 @@ const GUI_ONLY: &[&str] = &[
 ];
 
 /// Fields that decide the network: `network_module` and `network_args`.
-const NETWORK: &[&str] = &[
+pub(super) const NETWORK: &[&str] = &[
     "LoRA_type",
     "LyCORIS_preset",
     "block_alphas",
@@ -165,6 +165,7 @@ pub(super) fn options_of(table: Table, file: &str, directory: &Path, errors: &mu
         errors.push(finding(file, fields.position("LoRA_type"), "LoRA_type", message));
         return preset;
     };
+    fields.check_types(file, errors);
     for family in ["hunyuan_image", "anima", "lumina"] {
         let key = format!("{family}_checkbox");
         if fields.is_on(&key) {

@@ -1,8 +1,48 @@
 //! The fields of a preset of the kohya GUI, and the options that they become.
 
 use super::document::{Entry, Position, Table, Value, finding};
+use super::gui::NETWORK;
 use super::settings::shortened;
 use crate::job::Finding;
+
+/// Switches that become no option.
+const SWITCHES: &[&str] = &[
+    "anima_checkbox",
+    "create_caption",
+    "flux1_checkbox",
+    "generate_caption_database",
+    "hunyuan_image_checkbox",
+    "lumina_checkbox",
+    "sd3_checkbox",
+    "sdxl",
+    "sdxl_checkbox",
+    "split_mode",
+    "train_lora_ggpo",
+];
+
+/// Numbers that become no option of their own, or not as they are.
+const NUMBERS: &[&str] = &[
+    "epoch",
+    "lr_warmup",
+    "lr_warmup_steps",
+    "max_train_steps",
+    "stop_text_encoder_training",
+    "stop_text_encoder_training_pct",
+    "t5xxl_lr",
+    "text_encoder_lr",
+    "unet_lr",
+];
+
+/// Texts that become no option of their own, or not as they are.
+const TEXTS: &[&str] = &[
+    "additional_parameters",
+    "caption_metadata_filename",
+    "image_folder",
+    "latent_metadata_filename",
+    "sample_prompts",
+    "train_dir",
+    "use_latent_files",
+];
 
 /// The fields of a preset.
 pub(super) struct Fields(pub Table);
@@ -29,7 +69,26 @@ impl Fields {
     }
 
     pub(super) fn is_on(&self, name: &str) -> bool {
-        matches!(self.get(name), Some(Value::Bool(true)))
+        self.get(name).and_then(switch_of) == Some(true)
+    }
+
+    /// Reports values of other types. Fields that become options as they are, are checked as these.
+    pub(super) fn check_types(&self, file: &str, errors: &mut Vec<Finding>) {
+        for entry in self.0.iter().filter(|entry| !entry.value.is_off()) {
+            let (name, value) = (entry.key.as_str(), &entry.value);
+            let is_several = matches!(value, Value::List(_) | Value::Table(_));
+            let expected = if SWITCHES.contains(&name) && switch_of(value).is_none() {
+                "true or false"
+            } else if NUMBERS.contains(&name) && number_of(value).is_none() {
+                "a number"
+            } else if is_several && (TEXTS.contains(&name) || NETWORK.contains(&name)) {
+                "one value"
+            } else {
+                continue;
+            };
+            let message = format!("expected {expected}, found {}", value.shown());
+            errors.push(finding(file, entry.at, name, message));
+        }
     }
 
     pub(super) fn text(&self, name: &str) -> Option<String> {
@@ -43,14 +102,30 @@ impl Fields {
     }
 
     pub(super) fn number(&self, name: &str) -> f64 {
-        let value = self.get(name);
-        let parsed = match value {
-            Some(Value::Text(text)) => text.trim().parse().ok(),
-            Some(value) => value.as_number(),
-            None => None,
-        };
-        parsed.filter(|number: &f64| number.is_finite()).unwrap_or(0.0)
+        self.get(name).and_then(number_of).unwrap_or(0.0)
     }
+}
+
+fn switch_of(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(on) => Some(*on),
+        Value::Whole(number) => Some(*number != 0),
+        Value::Text(text) => match text.trim().to_lowercase().as_str() {
+            "true" => Some(true),
+            "" | "false" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+fn number_of(value: &Value) -> Option<f64> {
+    let number: f64 = match value {
+        Value::Text(text) if text.trim().is_empty() => 0.0,
+        Value::Text(text) => text.trim().parse().ok()?,
+        value => value.as_number()?,
+    };
+    number.is_finite().then_some(number)
 }
 
 /// How Python writes a value.

@@ -175,6 +175,41 @@ fn steps_of_warm_ups_cycles_and_ranks_are_those_that_the_gui_passes_on() {
     );
 }
 
+/// Also of fields that become no option.
+#[test]
+fn values_of_other_types_are_errors_at_their_fields() {
+    let folder = folder();
+    let lora = "\"LoRA_type\": \"Standard\", \"train_data_dir\": \"images\", \"text_encoder_lr\": 1e-5";
+    for (field, expected) in [
+        ("\"sdxl\": 0.5", "sdxl: expected true or false, found 0.5"),
+        ("\"unet_lr\": \"1e-4x\"", "unet_lr: expected a number, found \"1e-4x\""),
+        (
+            "\"max_train_steps\": true",
+            "max_train_steps: expected a number, found true",
+        ),
+        (
+            "\"sample_prompts\": [\"a cat\"]",
+            "sample_prompts: expected one value, found a list",
+        ),
+        (
+            "\"conv_dim\": {\"a\": 1}",
+            "conv_dim: expected one value, found a table",
+        ),
+    ] {
+        let errors = preset(folder.path(), &format!("{lora},\n{field}")).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].starts_with("preset.json:2:1: ") && errors[0].ends_with(expected),
+            "{errors:?}"
+        );
+    }
+    let switches = "\"sdxl\": \"True\", \"max_train_steps\": \" 5 \", \"unet_lr\": \" \"";
+    let (script, process) = preset(folder.path(), &format!("{lora}, {switches}")).unwrap();
+    assert_eq!(
+        (script, process.train.steps, process.train.train_unet),
+        (Script::SdxlTrainNetwork, 5, false)
+    );
+}
+
 /// Only the images of the file are counted.
 #[test]
 fn a_metadata_file_has_captions_and_says_which_images_are_trained() {
