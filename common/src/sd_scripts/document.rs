@@ -180,7 +180,7 @@ fn key_positions(text: &str) -> BTreeMap<String, Position> {
     let lines = Lines::of(text);
     let bytes = text.as_bytes();
     let mut found = BTreeMap::new();
-    let (mut depth, mut at) = (0_usize, 0);
+    let (mut depth, mut at) = (0_usize, 0_usize);
     while let Some(byte) = bytes.get(at).filter(|_| found.len() < MAX_POSITIONS) {
         let start = at;
         at += 1;
