@@ -30,7 +30,7 @@ pub struct Benchmark {
     pub name: &'static str,
     /// A description for people.
     pub about: &'static str,
-    /// Floating-point operations of one run; 0 if it is limited by memory bandwidth, or PyTorch cannot count them.
+    /// Floating-point operations of one run; 0 if it is limited by memory bandwidth.
     pub flops: u64,
     /// Creates weights and inputs and returns the run.
     make: fn(&Compute) -> Result<Iteration>,
@@ -88,13 +88,13 @@ pub const BENCHMARKS: &[Benchmark] = &[
     benchmark(
         "unet_sd15_loha_step_64",
         "the same training step with a LoHa of rank 16",
-        0,
+        2_631_163_904_000,
         |c| sd::adapter_step(c, &sd1::VARIANT, &Loha, 64, false),
     ),
     benchmark(
         "unet_sd15_lokr_step_64",
         "the same training step with a LoKr, its factors as square as possible, rank 16",
-        0,
+        2_549_758_462_976,
         |c| {
             sd::adapter_step(
                 c,
