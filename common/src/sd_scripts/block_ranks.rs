@@ -27,7 +27,8 @@ fn find_argument<'a>(arguments: &'a [Argument], name: &str) -> Option<&'a Argume
 /// Whether layers outside of attentions have LoRAs: larger convolutions have a rank, which may be 0.
 pub(super) fn has_convolutions(arguments: &[Argument]) -> bool {
     let has_blocks = SWITCHES.iter().any(|name| find_argument(arguments, name).is_some());
-    find_argument(arguments, "conv_dim").is_some() || (find_argument(arguments, "conv_block_dims").is_some() && has_blocks)
+    find_argument(arguments, "conv_dim").is_some()
+        || (find_argument(arguments, "conv_block_dims").is_some() && has_blocks)
 }
 
 /// The entries of `network.layer_ranks`: of the blocks whose ranks or alphas differ from those of the network.

@@ -14,6 +14,7 @@ pub(crate) mod single_file;
 mod special_tokens;
 pub(crate) mod stored_types;
 pub mod t5;
+mod tokenizer_file;
 pub mod unet;
 pub mod vae;
 pub mod zimage;

@@ -11,12 +11,13 @@ use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
-use crate::models::flux::FluxTransformer2DModel;
+use crate::models::flux::{FluxConfig, FluxTransformer2DModel};
 use crate::models::stored_types::check_types_of_built;
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::weights::{Index, TrainableFilter, Weights};
 use aitk_common::job::arch::ArchName;
+use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -28,7 +29,8 @@ const TRANSFORMER_EXCLUDED: [&str; 5] = [
     "norm_out.*",
     "proj_out",
 ];
-/// Tokens of a prompt for T5: of dev, which is conditioned on guidance, and of schnell.
+/// Tokens of a prompt for T5: of dev and what was made from it, also without guidance, and of schnell, whose scheduler does not shift
+/// by the size of the image.
 const TEXT_TOKENS_DEV: usize = 512;
 const TEXT_TOKENS_SCHNELL: usize = 256;
 
@@ -154,15 +156,19 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> 
         t5_tokenizer: T5Tokenizer::open(&parts.t5_tokenizer)?,
         t5: T5EncoderModel::new(&t5_weights, t5_config)?,
         masks_padding: options.prompt_reading.masks_padding,
-        max_sequence_length: match parts.transformer.1.guidance_embeds {
-            true => TEXT_TOKENS_DEV,
-            false => TEXT_TOKENS_SCHNELL,
+        max_sequence_length: match is_schnell(&parts.transformer.1, &parts.scheduler) {
+            true => TEXT_TOKENS_SCHNELL,
+            false => TEXT_TOKENS_DEV,
         },
         device: options.device.clone(),
     };
     check_types_of_built(clip, &clip_weights)?;
     check_types_of_built(t5, &t5_weights)?;
     Ok(text_encoders)
+}
+
+fn is_schnell(transformer: &FluxConfig, scheduler: &Value) -> bool {
+    !transformer.guidance_embeds && scheduler["use_dynamic_shifting"] != true
 }
 
 /// Checks that the components belong to one model.

@@ -130,6 +130,8 @@ impl SdModel {
     pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
         let (settings, index) = vae::config_and_index(folder)?;
         let vae_config: VaeConfig = config::read(&settings)?;
+        check_latent_statistics(self.variant, &vae_config)
+            .map_err(|message| EngineError::model_config(&settings, message))?;
         let dtype = vae_dtype(self.variant, &vae_config, options.dtype);
         let weights = Weights::from_index(index, dtype, &options.device).streamed(options.memory_options.vae_streamed);
         let vae = AutoencoderKl::new(&weights, &vae_config)?.tiled(options.memory_options.vae_tiled);
@@ -185,7 +187,7 @@ fn open_checkpoint(variant: &'static Variant, file: &Path, options: &LoadOptions
         Some(folder) => (SdConfig::open(folder, variant)?, ConfigFiles::open(folder, variant)?),
         None => {
             let mut configs = SdConfig::defaults(variant)?;
-            read_marks(&index, &mut configs.scheduler);
+            read_marks(&index, &mut configs.scheduler).map_err(|message| EngineError::model_config(file, message))?;
             let files = ConfigFiles::defaults(variant, &configs.scheduler);
             (configs, files)
         }
@@ -274,10 +276,22 @@ fn vae_dtype(variant: &Variant, config: &VaeConfig, dtype: DType) -> DType {
     }
 }
 
+/// Refuses a VAE whose latents are not only scaled: of the models of this module diffusers does so for SDXL alone.
+fn check_latent_statistics(variant: &Variant, config: &VaeConfig) -> std::result::Result<(), String> {
+    let is_sdxl = variant.pipeline_class == "StableDiffusionXLPipeline";
+    match is_sdxl && config.latents_mean.is_some() && config.latents_std.is_some() {
+        true => Err("`latents_mean` and `latents_std`: VAEs with a mean and a deviation of each channel (Playground v2.5) are not \
+                     supported for SDXL"
+            .into()),
+        false => Ok(()),
+    }
+}
+
 /// Checks that the components belong to one model, and that the family's pipeline can run them.
 fn check_components(variant: &Variant, configs: &SdConfig) -> Result<()> {
     let unsupported = |message: String| Err(EngineError::Unsupported(message));
     let (unet, vae) = (&configs.unet, &configs.vae);
+    check_latent_statistics(variant, vae).map_err(EngineError::Unsupported)?;
     let hidden: usize = configs.text_encoders.iter().map(|config| config.hidden_size).sum();
     let context = unet.context_width();
     if context != Ok(hidden) {
@@ -330,8 +344,21 @@ pub(super) const SIZE_NUMBERS: usize = 6;
 
 /// Sets what a single file says about its noise schedule: in its metadata (`modelspec.prediction_type`), or by the
 /// tensors `v_pred` and `ztsnr` that checkpoints of SDXL have for it.
-fn read_marks(index: &Index, scheduler: &mut Value) {
-    let Some(keys) = scheduler.as_object_mut() else { return };
+///
+/// # Errors
+/// When it is trained with the noise levels of EDM, which ComfyUI and diffusers know by these tensors.
+fn read_marks(index: &Index, scheduler: &mut Value) -> std::result::Result<(), String> {
+    if let Some(mark) = ["edm_mean", "edm_std", "edm_vpred.sigma_max"]
+        .into_iter()
+        .find(|name| index.contains(name))
+    {
+        return Err(format!(
+            "it has the tensor `{mark}`: models of EDM's noise levels (Playground v2.5, CosXL) are not supported"
+        ));
+    }
+    let Some(keys) = scheduler.as_object_mut() else {
+        return Ok(());
+    };
     let metadata: BTreeMap<String, String> = index.metadata().into_iter().collect();
     match metadata.get(PREDICTION_TYPE).map(|value| value.trim()) {
         Some("v" | "v_prediction" | "v-prediction") => {
@@ -351,6 +378,7 @@ fn read_marks(index: &Index, scheduler: &mut Value) {
     if zero_snr || index.contains("ztsnr") {
         keys.insert("rescale_betas_zero_snr".into(), true.into());
     }
+    Ok(())
 }
 
 /// The folder of a tokenizer for a single-file checkpoint: in the config folder, or beside the file.
@@ -385,16 +413,20 @@ mod tests {
             let bytes = safetensors_bytes(&tensors.collect(), &metadata.collect()).unwrap();
             std::fs::write(&path, bytes).unwrap();
             let mut scheduler = json!({});
-            read_marks(&Index::open(&path).unwrap(), &mut scheduler);
-            scheduler
+            read_marks(&Index::open(&path).unwrap(), &mut scheduler).map(|()| scheduler)
         };
         let velocity = json!({"prediction_type": "v_prediction", "rescale_betas_zero_snr": true});
-        assert_eq!(marks(&[(PREDICTION_TYPE, "v"), (ZERO_SNR, "True")], &[]), velocity);
-        assert_eq!(marks(&[], &["v_pred", "ztsnr"]), velocity);
         assert_eq!(
-            marks(&[(PREDICTION_TYPE, "epsilon"), (ZERO_SNR, "False")], &[]),
+            marks(&[(PREDICTION_TYPE, "v"), (ZERO_SNR, "True")], &[]).unwrap(),
+            velocity
+        );
+        assert_eq!(marks(&[], &["v_pred", "ztsnr"]).unwrap(), velocity);
+        assert_eq!(
+            marks(&[(PREDICTION_TYPE, "epsilon"), (ZERO_SNR, "False")], &[]).unwrap(),
             json!({"prediction_type": "epsilon"})
         );
-        assert_eq!(marks(&[], &[]), json!({}));
+        assert_eq!(marks(&[], &[]).unwrap(), json!({}));
+        let error = marks(&[], &["edm_vpred.sigma_max"]).unwrap_err();
+        assert!(error.contains("`edm_vpred.sigma_max`"), "{error}");
     }
 }

@@ -36,9 +36,13 @@ struct GenerationJson {
 #[serde(default)]
 struct GptBigCodeJson {
     vocab_size: usize,
+    #[serde(alias = "max_position_embeddings")]
     n_positions: usize,
+    #[serde(alias = "hidden_size")]
     n_embd: usize,
+    #[serde(alias = "num_hidden_layers")]
     n_layer: usize,
+    #[serde(alias = "num_attention_heads")]
     n_head: usize,
     n_inner: Option<usize>,
     activation_function: String,
@@ -294,7 +298,11 @@ fn rotary(family: CausalLmFamily, json: RotaryJson, nulls: Nulls) -> std::result
             "`partial_rotary_factor` {share} is not supported: expected 1, or no such key"
         ));
     }
-    let section = json.rope_scaling.as_ref().or(json.rope_parameters.as_ref());
+    let section = json
+        .rope_scaling
+        .as_ref()
+        .filter(|section| **section != RopeJson::default())
+        .or(json.rope_parameters.as_ref());
     let layers = json.num_hidden_layers.unwrap_or(default.layers);
     let (norm, eps) = match is_starcoder2 {
         true => (NormKind::Layer, json.norm_epsilon.unwrap_or(1e-5)),

@@ -6,7 +6,7 @@ use serde::Deserialize;
 const DEFAULT_THETA: f64 = 10_000.0;
 
 /// `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4).
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(default)]
 pub(super) struct RopeJson {
     rope_theta: Option<f64>,

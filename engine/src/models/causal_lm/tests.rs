@@ -428,6 +428,32 @@ fn streamed_and_quantised_weights_are_near_the_plain_ones() {
 }
 
 #[test]
+fn other_names_and_empty_sections_of_a_config_are_read_as_transformers_reads_them() {
+    let models = &expected()["models"];
+    let read = |config: &Value| CausalLmConfig::from_json(config.clone()).unwrap();
+    let plain = models["starcoder"]["config"].clone();
+    let mut renamed = plain.clone();
+    let keys = renamed.as_object_mut().unwrap();
+    for (old, new) in [
+        ("n_positions", "max_position_embeddings"),
+        ("n_embd", "hidden_size"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+    ] {
+        let value = keys.remove(old).unwrap();
+        keys.insert(new.into(), value);
+    }
+    assert_eq!(read(&renamed), read(&plain));
+
+    let mut scaled = models["llama"]["config"].clone();
+    scaled["rope_parameters"] = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0});
+    scaled.as_object_mut().unwrap().remove("rope_scaling");
+    let mut with_empty = scaled.clone();
+    with_empty["rope_scaling"] = json!({});
+    assert_eq!(read(&with_empty), read(&scaled));
+}
+
+#[test]
 fn configs_that_are_not_supported_are_refused_by_name() {
     let refused = |name: &str, changes: Value| {
         let mut config = expected()["models"][name]["config"].clone();

@@ -1,7 +1,7 @@
 //! The tokenizer of a language model: `tokenizer.json` of its folder.
 
 use crate::error::{EngineError, Result};
-use crate::models::config;
+use crate::models::{config, tokenizer_file};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -72,9 +72,7 @@ impl TextTokenizer {
 
     /// A tokenizer from its parts; `path` is for messages.
     fn new(mut tokenizer: Tokenizer, path: PathBuf, vocab_size: usize) -> Result<Self> {
-        tokenizer.with_padding(None);
-        // Without parameters it cannot fail.
-        let _ = tokenizer.with_truncation(None);
+        tokenizer_file::forget_last_call(&mut tokenizer);
         let largest = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
         if largest as usize >= vocab_size {
             return Err(EngineError::model_config(

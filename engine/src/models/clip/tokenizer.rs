@@ -7,8 +7,8 @@
 
 use super::words::{self, Piece, Word};
 use crate::error::{EngineError, Result};
-use crate::models::config;
 use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
+use crate::models::{config, tokenizer_file};
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -56,7 +56,7 @@ impl ClipTokenizer {
     pub fn open(folder: &Path) -> Result<Self> {
         let wrong = |file: &str, e: &dyn std::fmt::Display| EngineError::model_config(folder.join(file), e.to_string());
         let mut tokenizer = if folder.join("tokenizer.json").is_file() {
-            Tokenizer::from_file(folder.join("tokenizer.json")).map_err(|e| wrong("tokenizer.json", &e))?
+            tokenizer_file::open(&folder.join("tokenizer.json")).map_err(|e| wrong("tokenizer.json", &e))?
         } else {
             let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
             for file in [&vocab, &merges] {

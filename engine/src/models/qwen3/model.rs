@@ -50,7 +50,8 @@ pub struct Qwen3Config {
 pub struct RopeParameters {
     /// The base of the wavelengths.
     pub rope_theta: Option<f64>,
-    /// `default`: the positions are not scaled.
+    /// `default`: the positions are not scaled. Older files say `type`.
+    #[serde(alias = "type")]
     pub rope_type: Option<String>,
 }
 

@@ -2,7 +2,7 @@
 
 use super::spiece::to_tokenizer_json;
 use crate::error::{EngineError, Result};
-use crate::models::config;
+use crate::models::{config, tokenizer_file};
 use candle_core::{Device, Tensor};
 use std::path::Path;
 use tokenizers::Tokenizer;
@@ -27,7 +27,7 @@ impl T5Tokenizer {
         let wrong = |file: &str, e: &dyn std::fmt::Display| EngineError::model_config(folder.join(file), e.to_string());
         let (json, spiece) = (folder.join("tokenizer.json"), folder.join("spiece.model"));
         let (file, tokenizer) = if json.is_file() {
-            let tokenizer = Tokenizer::from_file(&json).map_err(|e| wrong("tokenizer.json", &e))?;
+            let tokenizer = tokenizer_file::open(&json).map_err(|e| wrong("tokenizer.json", &e))?;
             ("tokenizer.json", tokenizer)
         } else if spiece.is_file() {
             let bytes = aitk_common::fsutil::regular::read(&spiece, MAX_SPIECE_BYTES);

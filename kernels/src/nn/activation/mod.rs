@@ -28,8 +28,8 @@ impl Activation {
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "silu" | "swish" => Some(Self::Silu),
-            "gelu" => Some(Self::Gelu),
-            "gelu_new" | "gelu_pytorch_tanh" => Some(Self::GeluTanh),
+            "gelu" | "gelu_python" => Some(Self::Gelu),
+            "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Some(Self::GeluTanh),
             "quick_gelu" => Some(Self::QuickGelu),
             _ => None,
         }

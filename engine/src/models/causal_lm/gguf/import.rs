@@ -255,8 +255,13 @@ fn frequencies(
         ));
     }
     let factor = match metadata.text(&key("rope.scaling.type")) {
-        None | Some("none") => 1.0,
-        Some("linear") => metadata.float(&key("rope.scaling.factor")).unwrap_or(1.0) as f32,
+        Some("none") => 1.0,
+        // As llama.cpp: linear without a type, files of 2023 have another key, and 0 is no scaling.
+        None | Some("linear") => metadata
+            .float(&key("rope.scaling.factor"))
+            .or_else(|| metadata.float(&key("rope.scale_linear")))
+            .filter(|factor| *factor != 0.0)
+            .unwrap_or(1.0) as f32,
         Some(other) => {
             return Err(format!(
                 "`{}` is `{other}`: expected `none` or `linear`",

@@ -262,6 +262,23 @@ fn blocks_beyond_their_number_and_types_that_are_not_read_are_refused() {
     );
 }
 
+/// As in llama.cpp, whose converter left the type out in 2023.
+#[test]
+fn positions_are_scaled_by_a_factor_without_its_type() {
+    let dir = tempfile::tempdir().unwrap();
+    write_model(dir.path(), &config("llama_biases"));
+    write_tokenizer(dir.path(), VOCABULARY);
+    let file = dir.path().join("a.gguf");
+    export(dir.path(), &file, LmExportType::F32);
+    let expected = logits(&file);
+    let mut bytes = std::fs::read(&file).unwrap();
+    let key = b"llama.rope.scaling.type";
+    let at = bytes.windows(key.len()).position(|window| window == key).unwrap();
+    bytes[at + key.len() - 4..at + key.len()].copy_from_slice(b"none");
+    std::fs::write(&file, &bytes).unwrap();
+    assert_eq!(logits(&file), expected);
+}
+
 #[test]
 fn other_files_are_refused_with_a_reason() {
     use crate::weights::{GgufLayout, GgufValue};
