@@ -192,7 +192,7 @@ pub struct DemoArgs {
     /// What to train
     #[arg(value_name = "WHAT", value_enum, default_value = "image")]
     pub what: DemoKind,
-    /// Output folder [default: aitk-demo, or aitk-code-demo]
+    /// Output folder: a new or empty one, or one of an earlier demo [default: aitk-demo, or aitk-code-demo]
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,
     /// For `code`: folder of Rust files to train on [default: some of aitk's own, which the program contains]

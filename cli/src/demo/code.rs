@@ -3,13 +3,14 @@
 //! The files are some of aitk's own, which the program contains, or those of a folder. The tokenizer is trained on them. The rest is a job
 //! like any other: its config is in the output folder.
 
+use super::existing_files::{has_text, keep_edited, refuse_other_folder};
 use crate::args::DemoArgs;
 use crate::commands::run::{RunOptions, run_embedded};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
-use crate::output::format::printable;
+use crate::output::format::{printable, shell_word};
 use crate::run_folder;
 use aitk_common::fsutil;
 use aitk_common::fsutil::regular;
@@ -91,6 +92,11 @@ impl Folder {
         Value::from(format!("{}/{below}", self.text)).to_string()
     }
 
+    /// A path in the folder for a shell command in a comment.
+    fn shell_path(&self, below: &str) -> String {
+        shell_word(&printable(&format!("{}/{below}", self.text)))
+    }
+
     fn run_folder(&self) -> PathBuf {
         self.path.join("output").join(NAME)
     }
@@ -98,7 +104,7 @@ impl Folder {
     /// Writes data, tokenizer, model config and configs. Returns the size of the data in kilobytes. A training that is complete, or began with
     /// other files, is removed.
     fn prepare(&self, data: Option<&Path>) -> Result<u64, Failure> {
-        self.check_own()?;
+        refuse_other_folder(&self.path, MARK, "aitk demo code")?;
         let own = self.path.join("data");
         let data = match data {
             Some(data) => data.to_path_buf(),
@@ -124,12 +130,12 @@ impl Folder {
         let data = data.to_str().map(|data| Value::from(data).to_string());
         let data = data.ok_or_else(|| Failure::usage("the path of the data is not UTF-8 text"))?;
         let training = TRAIN
-            .replace("TRAIN_CONFIG", &format!("{}/train.yaml", self.text))
+            .replace("TRAIN_CONFIG", &self.shell_path("train.yaml"))
             .replace("OUTPUT_FOLDER", &self.quoted("output"))
             .replace("MODEL_FOLDER", &self.quoted("model"))
             .replace("DATA_FOLDER", &data);
         let generation = GENERATE
-            .replace("GENERATE_CONFIG", &format!("{}/generate.yaml", self.text))
+            .replace("GENERATE_CONFIG", &self.shell_path("generate.yaml"))
             .replace("COMPLETIONS_FOLDER", &self.quoted("completions"))
             .replace("TRAINED_FOLDER", &self.quoted(&format!("output/{NAME}/{NAME}")));
         let files = [
@@ -142,28 +148,21 @@ impl Folder {
             ),
             ("generate.yaml", generation),
         ];
-        let is_same = files[..3].iter().all(|(name, text)| self.has(name, text));
+        let is_same = files[..3]
+            .iter()
+            .all(|(name, text)| has_text(&self.path.join(name), text));
         let is_complete = self.run_folder().join(NAME).exists();
         if is_complete || !is_same {
             // Not the folder above it: trainings under other names are the user's own.
             fsutil::remove(&self.run_folder()).map_err(|error| Failure::failed(error.to_string()))?;
         }
         for (name, text) in &files {
-            self.keep_edited(name, text)?;
+            if name.ends_with(".yaml") {
+                keep_edited(&self.path.join(name), text)?;
+            }
             self.write(name, text)?;
         }
         Ok(texts.iter().map(|text| text.len() as u64).sum::<u64>() / 1000)
-    }
-
-    /// Refuses a folder with other files: folders in it are removed.
-    fn check_own(&self) -> Result<(), Failure> {
-        let is_empty = std::fs::read_dir(&self.path).map_or(true, |mut entries| entries.next().is_none());
-        let config = regular::read_text(&self.path.join("train.yaml"), MAX_TEXT_FILE_BYTES).unwrap_or_default();
-        if is_empty || config.contains(MARK) {
-            return Ok(());
-        }
-        let message = format!("{} exists and is not a folder of this demo", printable(&self.text));
-        Err(Failure::new(Exit::Conflict, message).hint("give another folder: aitk demo code -o DIR"))
     }
 
     /// Writes the files that the program contains, without their tests.
@@ -195,21 +194,6 @@ impl Folder {
         Ok(())
     }
 
-    fn has(&self, name: &str, text: &str) -> bool {
-        let read = regular::read_text(&self.path.join(name), MAX_TEXT_FILE_BYTES);
-        read.is_ok_and(|found| found == text)
-    }
-
-    /// Renames a config to `NAME.old` if it is not this text: the user may have changed it.
-    fn keep_edited(&self, name: &str, text: &str) -> Result<(), Failure> {
-        let path = self.path.join(name);
-        if !name.ends_with(".yaml") || !path.exists() || self.has(name, text) {
-            return Ok(());
-        }
-        let kept = path.with_extension("yaml.old");
-        std::fs::rename(&path, &kept).map_err(|error| Failure::file("rename", &path, &error))
-    }
-
     fn write(&self, name: &str, text: &str) -> Result<(), Failure> {
         let path = self.path.join(name);
         let written = fsutil::create_dir_all(fsutil::folder_of(&path))
@@ -231,6 +215,7 @@ impl Folder {
             ui.data(&line)?;
         }
         let here = output.display();
+        let word = |below: &str| shell_word(&format!("{here}/{below}"));
         ui.data(&format!(
             "the model          {here}/output/{NAME}/{NAME}   (transformers loads it too)"
         ))?;
@@ -238,14 +223,17 @@ impl Folder {
         ui.notice("");
         ui.notice("Next:");
         ui.notice(&format!(
-            "  complete other functions with it:                       aitk run {here}/generate.yaml"
+            "  complete other functions with it:                       aitk run {}",
+            word("generate.yaml")
         ));
         ui.notice(&format!(
-            "  see the curve of the loss:                              aitk plot {here}/output/{NAME}"
+            "  see the curve of the loss:                              aitk plot {}",
+            word(&format!("output/{NAME}"))
         ));
         ui.notice("  train on your own code, in another folder:              aitk demo code --data my_project/src -o my_code_demo");
         ui.notice(&format!(
-            "  change {here}/train.yaml (config.name, steps, prompts) and run it:  aitk run {here}/train.yaml"
+            "  change {here}/train.yaml (config.name, steps, prompts) and run it:  aitk run {}",
+            word("train.yaml")
         ));
         ui.notice("  train a LoRA of StarCoder2 on your own code:            aitk help code-models");
         Ok(())

@@ -5,6 +5,7 @@
 //! folder and run by the same code as `aitk run`.
 
 mod code;
+mod existing_files;
 mod grid;
 #[cfg(test)]
 mod shipped;
@@ -15,15 +16,19 @@ use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
+use crate::output::format::{printable, shell_word};
 use aitk_common::control_plane::Artifact;
 use aitk_common::fsutil;
 use aitk_common::job::process::ProcessKind;
 use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::{LoadOptions, LoadedJob, load};
+use existing_files::{CONFIG, keep_edited, refuse_other_folder};
 use grid::{Row, render, wrap};
 use image::RgbImage;
-use include_dir::{Dir, include_dir};
+use include_dir::{Dir, DirEntry, include_dir};
+use serde_json::Value;
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The files of `config/demo` that `build.rs` copied (`shipped.rs`).
@@ -31,6 +36,10 @@ static FILES: Dir<'_> = include_dir!("$OUT_DIR/demo");
 
 /// The path of the demo's folder in its config, relative to the root of the repository.
 const SHIPPED_AT: &str = "config/demo/";
+/// The name of the training in its config.
+const NAME: &str = "zorb";
+/// What the config of the demo contains.
+const MARK: &str = "teaches the demo's tiny base model a new word";
 
 /// Runs the demo.
 ///
@@ -93,25 +102,49 @@ pub(crate) fn extract(folder: &Path) -> Result<(), Failure> {
 }
 
 /// Writes model, data set and config into `folder`, and returns the path of the config. The results of an earlier demo
-/// are removed.
+/// are removed; a config that the user changed, and trainings under other names, stay.
 fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
-    let failed = |error: &std::io::Error| Failure::file("write the demo to", folder, error);
-    extract(folder)?;
-    let config = folder.join("train.yaml");
-    let text = std::fs::read_to_string(&config).map_err(|error| failed(&error))?;
+    refuse_other_folder(folder, MARK, "aitk demo")?;
+    let config = folder.join(CONFIG);
+    let text = config_text(folder)?;
+    keep_edited(&config, &text)?;
+    // First, because it marks the folder as the demo's.
+    fsutil::create_dir_all(folder)
+        .and_then(|()| fsutil::write_atomic(&config, |out| out.write_all(text.as_bytes())))
+        .and_then(|()| fsutil::remove(&folder.join("output").join(NAME)))
+        .map_err(|error| Failure::failed(error.to_string()))?;
+    for entry in FILES.entries() {
+        let path = folder.join(entry.path());
+        let written = match entry {
+            DirEntry::Dir(dir) => std::fs::create_dir_all(&path).and_then(|()| dir.extract(folder)),
+            DirEntry::File(_) if path == config => Ok(()),
+            DirEntry::File(file) => std::fs::write(&path, file.contents()),
+        };
+        written.map_err(|error| Failure::file("write", &path, &error))?;
+    }
+    Ok(config)
+}
+
+/// The demo's config with the paths of `folder`.
+fn config_text(folder: &Path) -> Result<String, Failure> {
     let here = folder
         .to_str()
         .ok_or_else(|| Failure::usage("the output folder's path is not UTF-8 text"))?;
-    let text = text.replace(SHIPPED_AT, &format!("{here}/")).replace(
-        "training_folder: output",
-        &format!("training_folder: \"{here}/output\""),
-    );
-    std::fs::write(&config, text).map_err(|error| failed(&error))?;
-    let old = folder.join("output");
-    if old.exists() {
-        fsutil::remove(&old).map_err(|error| Failure::failed(error.to_string()))?;
+    let shipped = FILES.get_file(CONFIG).and_then(|file| file.contents_utf8());
+    let mut text = shipped.unwrap_or_default().to_owned();
+    for (key, shipped, below) in [
+        ("training_folder", "output".to_owned(), "output"),
+        ("folder_path", format!("{SHIPPED_AT}dataset"), "dataset"),
+        ("name_or_path", format!("{SHIPPED_AT}base"), "base"),
+    ] {
+        let quoted = Value::from(format!("{here}/{below}")).to_string();
+        text = text.replace(&format!("{key}: {shipped}\n"), &format!("{key}: {quoted}\n"));
     }
-    Ok(config)
+    let command_path = shell_word(&printable(&format!("{here}/{CONFIG}")));
+    Ok(text.replace(
+        &format!("aitk run {SHIPPED_AT}{CONFIG}"),
+        &format!("aitk run {command_path}"),
+    ))
 }
 
 fn save_grid(target: &Path, config: &Path, dataset: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
@@ -201,11 +234,74 @@ fn print_next_steps(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<()
     ui.data(&format!("the config         {here}/train.yaml"))?;
     ui.notice("");
     ui.notice("Next:");
+    let config = shell_word(&format!("{here}/{CONFIG}"));
     ui.notice(&format!(
-        "  change {here}/train.yaml (rank, steps, prompts) and run it:  aitk run {here}/train.yaml"
+        "  change {here}/train.yaml (config.name, rank, steps, prompts) and run it:  aitk run {config}"
     ));
     ui.notice("  start from a commented config for Stable Diffusion 1.5:      aitk init my_lora.yaml");
     ui.notice("  see what this machine can do:                                aitk doctor");
     ui.notice("  a queue over several machines:                               aitk up");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(path: &Path) -> String {
+        std::fs::read_to_string(path).unwrap()
+    }
+
+    #[test]
+    fn only_the_results_of_an_earlier_demo_are_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let results = dir.path().join("output/my_lora/my_lora.safetensors");
+        fsutil::create_dir_all(results.parent().unwrap()).unwrap();
+        std::fs::write(&results, "mine").unwrap();
+        std::fs::write(dir.path().join("train.yaml"), "job: extension\n").unwrap();
+        assert_eq!(unpack(dir.path()).unwrap_err().exit, Exit::Conflict);
+        assert_eq!(read(&results), "mine");
+        assert_eq!(read(&dir.path().join("train.yaml")), "job: extension\n");
+        assert!(!dir.path().join("base").exists());
+
+        let folder = dir.path().join("demo");
+        let config = unpack(&folder).unwrap();
+        let (own, other) = (folder.join("output/zorb"), folder.join("output/my_own"));
+        for run in [&own, &other] {
+            fsutil::create_dir_all(run).unwrap();
+        }
+        let edited = read(&config) + "# mine\n";
+        std::fs::write(&config, &edited).unwrap();
+        assert_eq!(unpack(&folder).unwrap(), config);
+        assert!(!own.exists() && other.exists());
+        assert_eq!(read(&folder.join("train.yaml.old")), edited);
+        assert!(!read(&config).contains("# mine"));
+        // An unchanged config is not kept.
+        unpack(&folder).unwrap();
+        assert!(!folder.join("train.yaml.old2").exists());
+    }
+
+    #[test]
+    fn the_config_has_the_paths_of_any_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["demo", "C #1", "a: b", "say \"hi\"", "back\\slash", "it's"] {
+            let folder = dir.path().join(name);
+            let config = unpack(&folder).unwrap();
+            let loaded = load(config.to_str().unwrap(), &LoadOptions::default()).unwrap();
+            assert_eq!(loaded.spec.name, NAME);
+            let inputs: Vec<String> = (loaded.spec.inputs().into_iter())
+                .map(|input| input.config_path)
+                .collect();
+            for below in ["dataset", "base"] {
+                let expected = folder.join(below).to_str().unwrap().to_owned();
+                assert!(inputs.contains(&expected), "{expected}: {inputs:?}");
+            }
+            let written = read(&config);
+            let output = Value::from(folder.join("output").to_str().unwrap()).to_string();
+            assert!(written.contains(&format!("training_folder: {output}\n")), "{written}");
+            assert!(!written.contains(SHIPPED_AT), "{written}");
+        }
+        let quoted = read(&dir.path().join("C #1/train.yaml"));
+        assert!(quoted.contains("C #1/train.yaml'\n"), "{quoted}");
+    }
 }
