@@ -11,7 +11,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 /// A line of the results.
@@ -46,7 +46,7 @@ impl Results {
     /// Opens the record of this job and process in `folder`; a damaged line is generated again.
     ///
     /// # Errors
-    /// When the record cannot be written.
+    /// When the record cannot be read or written.
     pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize) -> Result<Self> {
         let text = serde_json::to_vec(process).map_err(|e| EngineError::Internal(e.to_string()))?;
         let hash = hex::encode(Sha256::digest(&text));
@@ -54,15 +54,7 @@ impl Results {
         fsutil::create_dir_all(&record_folder)?;
         let name = format!("completions-{}-{}.jsonl", cx.spec.job_id.as_str(), &hash[..12]);
         let record = record_folder.join(name);
-        let lines = match std::fs::read_to_string(&record) {
-            Ok(text) => read_lines(&text),
-            Err(_) => BTreeMap::new(),
-        };
-        // Written anew, because the last line may be incomplete.
-        let mut file = File::create(&record).map_err(|e| EngineError::io(&record, e))?;
-        for line in lines.values() {
-            write_line(&mut file, line).map_err(|e| EngineError::io(&record, e))?;
-        }
+        let (file, lines) = open_record(&record)?;
         Ok(Self {
             folder: folder.to_path_buf(),
             record,
@@ -153,13 +145,70 @@ fn write_line(file: &mut File, line: &str) -> std::io::Result<()> {
     file.write_all(format!("{line}\n").as_bytes())
 }
 
-/// The lines of a record by their number, without those that are damaged.
-fn read_lines(text: &str) -> BTreeMap<u64, String> {
-    let line = |line: &str| {
+/// Opens a record to append lines to it. Returns its whole lines by their number.
+fn open_record(record: &Path) -> Result<(File, BTreeMap<u64, String>)> {
+    let lines = match std::fs::read(record) {
+        Ok(bytes) => read_lines(&bytes),
+        Err(error) if error.kind() == ErrorKind::NotFound => BTreeMap::new(),
+        Err(error) => return Err(EngineError::io(record, error)),
+    };
+    // Written anew, because the last line may be incomplete.
+    fsutil::write_atomic(record, |out| {
+        for line in lines.values() {
+            out.write_all(line.as_bytes())?;
+            out.write_all(b"\n")?;
+        }
+        Ok(())
+    })?;
+    let file = File::options().append(true).open(record);
+    Ok((file.map_err(|e| EngineError::io(record, e))?, lines))
+}
+
+/// The lines of a record by their number, without those that are damaged. A full disk cuts the last one anywhere, also within a character.
+fn read_lines(bytes: &[u8]) -> BTreeMap<u64, String> {
+    let line = |line: &[u8]| {
+        let line = std::str::from_utf8(line).ok()?;
         let value: Value = serde_json::from_str(line).ok()?;
         let is_whole = value.get("stop_reason").is_some_and(Value::is_string);
         let number = value.get("index")?.as_u64()?;
         is_whole.then(|| (number, line.to_owned()))
     };
-    text.lines().filter_map(line).collect()
+    bytes.split(|byte| *byte == b'\n').filter_map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_lines_of_a_record_survive_a_full_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let record = dir.path().join("record.jsonl");
+        let line = |index: u64| format!(r#"{{"index":{index},"completion":"你好","stop_reason":"length"}}"#);
+        let (mut file, lines) = open_record(&record).unwrap();
+        assert!(lines.is_empty());
+        for index in [0, 1] {
+            write_line(&mut file, &line(index)).unwrap();
+        }
+        // The next line ends within its first character that is not ASCII.
+        let cut = line(2);
+        let cut = &cut.as_bytes()[..cut.find('你').unwrap() + 1];
+        file.write_all(cut).unwrap();
+        drop(file);
+
+        let (mut file, lines) = open_record(&record).unwrap();
+        assert_eq!(lines, BTreeMap::from([(0, line(0)), (1, line(1))]));
+        write_line(&mut file, &line(2)).unwrap();
+        let text = std::fs::read_to_string(&record).unwrap();
+        assert_eq!(text, format!("{}\n{}\n{}\n", line(0), line(1), line(2)));
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let record = dir.path().join("record.jsonl");
+        std::fs::create_dir(&record).unwrap();
+        assert!(open_record(&record).is_err());
+        assert!(record.is_dir());
+    }
 }
