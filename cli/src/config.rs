@@ -54,6 +54,16 @@ pub fn parse_changes(set: &[String]) -> Result<Vec<Change>, Failure> {
     set.iter().map(read).collect()
 }
 
+/// The change that gives a job another name.
+#[must_use]
+pub fn name_change(name: &str) -> Change {
+    Change {
+        key: "config.name".to_owned(),
+        // As YAML writes a text in single quotes.
+        value: format!("'{}'", name.replace('\'', "''")),
+    }
+}
+
 /// Reads a config and prints its warnings. `directory` is the current folder, whose `.env` is read too.
 ///
 /// # Errors
@@ -224,6 +234,22 @@ mod tests {
             ..ReadOptions::default()
         };
         read(&Ui::silent(), &path, folder.path(), options).unwrap();
+    }
+
+    #[test]
+    fn a_name_may_have_apostrophes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("job.yaml");
+        std::fs::write(&path, include_str!("../../config/demo/train.yaml")).unwrap();
+        for name in ["ada's lora", "'", "1e5"] {
+            let changes = [name_change(name)];
+            let options = ReadOptions {
+                changes: &changes,
+                ..ReadOptions::default()
+            };
+            let (loaded, _) = read_with_warnings(&path, folder.path(), options).unwrap();
+            assert_eq!(loaded.spec.name, name);
+        }
     }
 
     #[test]

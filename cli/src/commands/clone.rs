@@ -121,10 +121,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
 fn flag_changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
     let mut changes = config::parse_changes(&args.set)?;
     if let Some(name) = &args.name {
-        changes.push(Change {
-            key: "config.name".to_owned(),
-            value: format!("'{name}'"),
-        });
+        changes.push(config::name_change(name));
     }
     Ok(changes)
 }

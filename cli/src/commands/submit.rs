@@ -28,7 +28,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::io::{BufRead, IsTerminal};
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 /// Uploads above this size have to be confirmed.
@@ -299,26 +299,12 @@ fn read_one(
 ) -> Result<LoadedJob, Failure> {
     let mut changes = config::parse_changes(&args.set)?;
     changes.extend_from_slice(options.changes);
-    let read = |changes: &[Change]| {
-        let options = ReadOptions {
-            name: args.name.as_deref(),
-            changes,
-            script: args.script,
-            ..options
-        };
-        read_with_warnings(&args.config, &context.directory, options)
+    let options = ReadOptions {
+        name: args.name.as_deref(),
+        script: args.script,
+        ..options
     };
-    let (mut loaded, mut warnings) = read(&changes)?;
-    // The config's name has no `[name]` placeholder, so replace the whole name by that of the flag.
-    if let Some(name) = &args.name
-        && !loaded.spec.name.contains(name.as_str())
-    {
-        changes.push(Change {
-            key: "config.name".to_owned(),
-            value: format!("'{name}'"),
-        });
-        (loaded, warnings) = read(&changes)?;
-    }
+    let (mut loaded, warnings) = read_named(&args.config, &context.directory, options, changes)?;
     for warning in warnings {
         if !warned.contains(&warning) {
             // A dry run has the warnings in its report.
@@ -332,6 +318,38 @@ fn read_one(
         loaded.spec.cluster.priority = i64::from(priority);
     }
     Ok(loaded)
+}
+
+/// Reads a config with these changes. `options.name` replaces `[name]`, and the whole name where the config's name has no `[name]`.
+fn read_named(
+    config: &Path,
+    directory: &Path,
+    options: ReadOptions<'_>,
+    mut changes: Vec<Change>,
+) -> Result<(LoadedJob, Vec<String>), Failure> {
+    let read = |name: Option<&str>, changes: &[Change]| {
+        let options = ReadOptions {
+            name,
+            changes,
+            ..options
+        };
+        read_with_warnings(config, directory, options)
+    };
+    let (loaded, warnings) = read(options.name, &changes)?;
+    let Some(name) = options.name else {
+        return Ok((loaded, warnings));
+    };
+    if loaded.spec.name == format!("{name}{}", options.suffix) {
+        return Ok((loaded, warnings));
+    }
+    // A name with `[name]` depends on the flag; without the flag it may also be invalid.
+    match read(None, &changes) {
+        Ok((without_flag, _)) if without_flag.spec.name == loaded.spec.name => {
+            changes.push(config::name_change(name));
+            read(options.name, &changes)
+        }
+        _ => Ok((loaded, warnings)),
+    }
 }
 
 /// Checks all jobs before anything is sent, and prints what was found. Returns the commits of models at the hub, and the
@@ -520,4 +538,44 @@ where
         }
     }
     submit(api.clone()).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_flag_replaces_the_placeholder_or_the_whole_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("job.yaml");
+        let name_of = |in_config: &str, name: Option<&str>, suffix: &str| {
+            let text = include_str!("../../../config/demo/train.yaml");
+            std::fs::write(&path, text.replace("name: zorb", &format!("name: {in_config}"))).unwrap();
+            let options = ReadOptions {
+                name,
+                suffix,
+                ..ReadOptions::default()
+            };
+            let (loaded, _) = read_named(&path, folder.path(), options, Vec::new()).unwrap();
+            loaded.spec.name
+        };
+        for (in_config, name, suffix, expected) in [
+            ("my_lora", None, "", "my_lora"),
+            ("my_lora", Some("other"), "", "other"),
+            ("my_lora", Some("my_lora"), "", "my_lora"),
+            // The config's name contains that of the flag.
+            ("my_lora", Some("lora"), "", "lora"),
+            ("style_v12", Some("v1"), "", "v1"),
+            ("my_lora", Some("lora"), "_a", "lora_a"),
+            ("'[name]_v2'", Some("cat"), "", "cat_v2"),
+            ("'[name]_v2'", Some("cat"), "_a", "cat_a_v2_a"),
+            ("my_lora", Some("ada's lora"), "", "ada's lora"),
+        ] {
+            assert_eq!(
+                name_of(in_config, name, suffix),
+                expected,
+                "{in_config} {name:?} {suffix}"
+            );
+        }
+    }
 }
