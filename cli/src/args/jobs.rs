@@ -323,6 +323,9 @@ pub struct FitArgs {
     /// Set a key of the config to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// Training script that a config of sd-scripts is for, such as fine_tune [default: found by its options and its model]
+    #[arg(long, value_name = "SCRIPT", value_parser = Script::from_name)]
+    pub script: Option<Script>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

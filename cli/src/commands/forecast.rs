@@ -30,6 +30,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let options = ReadOptions {
         name: args.name.as_deref(),
         changes: &changes,
+        script: args.script,
         ..ReadOptions::default()
     };
     let loaded = config::read(&ui, &args.config, &context.directory, options)?;

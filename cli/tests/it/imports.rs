@@ -227,6 +227,11 @@ fn commands_take_configs_of_sd_scripts_and_say_what_is_wrong_with_them() {
             2,
             "--script is for configs of sd-scripts",
         ),
+        (
+            &["fit", "config.toml", "--script", "flux_train_network"],
+            1,
+            "does not fit flux_train_network",
+        ),
     ] {
         let output = home.aitk().args(arguments).output().unwrap();
         assert!(
