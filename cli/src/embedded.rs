@@ -12,6 +12,7 @@ use aitk_common::fsutil;
 use aitk_worker::probe::{DeviceSelection, choose, devices};
 use nix::libc;
 use std::fs::File;
+use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -116,6 +117,8 @@ pub struct EmbeddedCluster {
     coordinator: aitk_coordinator::CoordinatorHandle,
     worker: Option<aitk_worker::WorkerHandle>,
     api: Api,
+    /// Why one of them ended by itself.
+    failure: Option<Failure>,
 }
 
 /// What a worker offers to jobs.
@@ -197,6 +200,7 @@ impl EmbeddedCluster {
             coordinator,
             worker,
             api,
+            failure: None,
         })
     }
 
@@ -251,16 +255,39 @@ impl EmbeddedCluster {
         self.coordinator.shutdown().await;
     }
 
-    /// Waits until the worker ends by itself, which happens when the coordinator refuses it; returns why. Without a
-    /// worker it never returns.
-    pub async fn worker_ended(&mut self) -> String {
-        match &mut self.worker {
-            Some(worker) => match worker.ended().await {
-                Ok(()) => "the worker ended".to_owned(),
-                Err(refusal) => crate::failure::chain(&refusal),
-            },
-            None => std::future::pending().await,
+    /// Waits until the coordinator fails for good, such as when its database does not work, or the worker ends by itself, which happens when the
+    /// coordinator refuses it. Returns why.
+    pub async fn failed(&mut self) -> Failure {
+        // A task that has ended must not be awaited again.
+        if let Some(failure) = &self.failure {
+            return failure.clone();
         }
+        let Self {
+            coordinator, worker, ..
+        } = self;
+        let worker_ended = async move {
+            match worker {
+                Some(worker) => worker.ended().await,
+                None => std::future::pending().await,
+            }
+        };
+        let failure = first_failure(coordinator.wait_for_failure(), worker_ended).await;
+        self.failure = Some(failure.clone());
+        failure
+    }
+}
+
+/// Waits for the first end of a coordinator and a worker.
+async fn first_failure(
+    coordinator: impl Future<Output = aitk_coordinator::RunError>,
+    worker: impl Future<Output = Result<(), aitk_worker::Refusal>>,
+) -> Failure {
+    tokio::select! {
+        error = coordinator => Failure::failed(crate::failure::chain(&error)),
+        ended = worker => Failure::new(Exit::Internal, match ended {
+            Ok(()) => "the worker ended".to_owned(),
+            Err(refusal) => crate::failure::chain(&refusal),
+        }),
     }
 }
 
@@ -396,6 +423,17 @@ mod tests {
         raise(SIGUSR1).unwrap();
         assert_eq!(running.next().await, Exit::Interrupted);
         ending.wait_for_second().await;
+    }
+
+    #[tokio::test]
+    async fn the_end_of_the_coordinator_or_of_the_worker_is_a_failure() {
+        use std::future::{pending, ready};
+        let error = aitk_coordinator::RunError::Serve("no more sockets".to_owned());
+        let failure = first_failure(ready(error), pending()).await;
+        assert_eq!(failure.exit, Exit::Failed);
+        assert!(failure.message.contains("no more sockets"), "{}", failure.message);
+        let failure = first_failure(pending(), ready(Ok(()))).await;
+        assert_eq!(failure.message, "the worker ended");
     }
 
     #[tokio::test]

@@ -179,7 +179,7 @@ pub async fn run_embedded(
         let resumes = loaded.spec.process.iter().any(resumes);
         let applied = apply_to_this_machine(ui, &mut loaded.spec.cluster, &devices);
         let result = match applied.and_then(|()| submission(&path, directory, loaded, batches)) {
-            Ok(submission) => run_one(ui, &local, &path, submission, &mut signals, options.format).await,
+            Ok(submission) => run_one(ui, &mut local, &path, submission, &mut signals, options.format).await,
             Err(failure) => Err(failure),
         };
         let result = match result {
@@ -437,19 +437,19 @@ fn submission(
 /// Runs one config. The exit code is the job's, or that of the signal that stopped it.
 async fn run_one(
     ui: &Ui,
-    local: &EmbeddedCluster,
+    local: &mut EmbeddedCluster,
     path: &Path,
     submission: Submission,
     signals: &mut StopSignals,
     format: Format,
 ) -> Result<RunResult, Failure> {
-    let api = local.api();
+    let api = local.api().clone();
     let trace = SubmitSpan::start();
     let submitted = api.clone().with_trace(trace.context()).submit(submission).await?;
     trace.submitted(&submitted.job);
     let job = api.get(submitted.job.as_str()).await?;
     let mut renderer = Renderer::new(ui, &job, format, LogTarget::Stdout);
-    let mut follower = JobFollower::new(api, ui, job, 0);
+    let mut follower = JobFollower::new(&api, ui, job, 0);
     let mut signal = None;
     loop {
         tokio::select! {
@@ -457,6 +457,10 @@ async fn run_one(
                 Some(event) => renderer.event(&event)?,
                 None => break,
             },
+            failure = local.failed() => {
+                renderer.finish();
+                return Err(failure);
+            }
             which = signals.next() => {
                 if signal.is_some() {
                     renderer.finish();

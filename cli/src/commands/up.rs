@@ -126,16 +126,15 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     }
     ui.notice("Ctrl-C stops; running jobs save first and resume at the next `aitk up`.");
 
-    let exit = tokio::select! {
-        exit = signals.next() => exit,
-        why = local.worker_ended() => {
-            drop(state_file);
-            local.shutdown().await;
-            return Err(Failure::new(Exit::Internal, why));
-        }
+    let ended = tokio::select! {
+        exit = signals.next() => Ok(exit),
+        failure = local.failed() => Err(failure),
     };
     drop(state_file);
-    ui.notice("saving and stopping; Ctrl-C again stops immediately");
+    ui.notice(match &ended {
+        Ok(_) => "saving and stopping; Ctrl-C again stops immediately",
+        Err(_) => "saving and stopping because of an error; Ctrl-C stops immediately",
+    });
     let killed = {
         let shutdown = local.shutdown();
         tokio::pin!(shutdown);
@@ -146,6 +145,9 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     };
     if killed {
         ui.warn("stopped without waiting; jobs resume from their last checkpoint at the next `aitk up`");
+    }
+    let exit = ended?;
+    if killed {
         return Ok(Exit::Killed);
     }
     ui.notice("stopped");
