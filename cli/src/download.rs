@@ -7,6 +7,7 @@ use crate::failure::Failure;
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hash::ContentHash;
 use aitk_proto::v1::{self, get_blob_reply::Part};
+use futures::{Stream, StreamExt, TryStreamExt};
 use std::fs::File;
 use std::io::{Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -125,19 +126,40 @@ async fn try_fetch(
     partial: &mut PartialFile,
     progress: &mut impl FnMut(i64),
 ) -> Result<(), Failure> {
-    let name = path.display();
-    let broken = |why: &str| Failure::new(Exit::Unreachable, format!("{name}: the download broke off: {why}"));
     let mut blobs = api.clients().blobs;
     let refused = |status: tonic::Status| status_failure(api.server(), &status);
     let request = v1::GetBlobRequest {
         sha256: hash.to_hex(),
         offset: partial.hasher.bytes,
     };
-    let mut stream = blobs.get(request).await.map_err(refused)?.into_inner();
-    let mut first_offset = 0;
+    let stream = blobs.get(request).await.map_err(refused)?.into_inner();
+    let name = path.display().to_string();
+    receive(stream.map_err(refused), &name, bytes, partial, progress).await?;
+    if std::mem::take(&mut partial.hasher).finish() != hash {
+        // The data is not part of this blob, so a later attempt must not continue with it.
+        partial.restart()?;
+        return Err(Failure::failed(format!(
+            "{name}: the downloaded data does not have the announced hash and was deleted"
+        ))
+        .hint("try again; if it fails again, the stored file is damaged: run the job's last steps again with `aitk resume`"));
+    }
+    Ok(())
+}
+
+/// Appends the data of one call to a partial file, until it has `bytes` bytes.
+async fn receive(
+    messages: impl Stream<Item = Result<v1::GetBlobReply, Failure>>,
+    name: &str,
+    bytes: u64,
+    partial: &mut PartialFile,
+    progress: &mut impl FnMut(i64),
+) -> Result<(), Failure> {
+    let broken = |why: &str| Failure::new(Exit::Unreachable, format!("{name}: the download broke off: {why}"));
+    let mut messages = std::pin::pin!(messages);
+    let (mut first_offset, mut has_new_data) = (0, false);
     loop {
-        let message = match tokio::time::timeout(IDLE_TIMEOUT, stream.message()).await {
-            Ok(message) => message.map_err(refused)?,
+        let message = match tokio::time::timeout(IDLE_TIMEOUT, messages.next()).await {
+            Ok(message) => message.transpose()?,
             Err(_) => return Err(broken("no data arrived for a minute")),
         };
         let Some(message) = message else { break };
@@ -145,11 +167,11 @@ async fn try_fetch(
             Some(Part::Header(header)) => first_offset = header.offset,
             Some(Part::Data(data)) => {
                 // An older coordinator ignores the offset and sends the blob from the beginning.
-                if first_offset == 0 && partial.hasher.bytes > 0 && !partial.has_new_data {
+                if first_offset == 0 && partial.hasher.bytes > 0 && !has_new_data {
                     progress(-i64::try_from(partial.hasher.bytes).unwrap_or(i64::MAX));
                     partial.restart()?;
                 }
-                partial.has_new_data = true;
+                has_new_data = true;
                 if partial.hasher.bytes + data.len() as u64 > bytes {
                     partial.restart()?;
                     return Err(Failure::failed(format!(
@@ -162,17 +184,8 @@ async fn try_fetch(
             None => {}
         }
     }
-    partial.has_new_data = false;
     if partial.hasher.bytes < bytes {
         return Err(broken(&format!("{} of {bytes} bytes arrived", partial.hasher.bytes)));
-    }
-    if std::mem::take(&mut partial.hasher).finish() != hash {
-        // The data is not part of this blob, so a later attempt must not continue with it.
-        partial.restart()?;
-        return Err(Failure::failed(format!(
-            "{name}: the downloaded data does not have the announced hash and was deleted"
-        ))
-        .hint("try again; if it fails again, the stored file is damaged: run the job's last steps again with `aitk resume`"));
     }
     Ok(())
 }
@@ -183,8 +196,6 @@ struct PartialFile {
     file: File,
     /// The hash of the file's content so far.
     hasher: HashingWriter,
-    /// The current call has written data.
-    has_new_data: bool,
     /// The file belongs to this process alone and is removed at its end, because another process downloads the same
     /// blob.
     is_private: bool,
@@ -222,7 +233,6 @@ impl PartialFile {
             path,
             file,
             hasher,
-            has_new_data: false,
             is_private,
         };
         if partial.hasher.bytes > bytes {
@@ -371,6 +381,43 @@ mod tests {
         assert_eq!(check_existing(&path, hash, 3).unwrap(), ExistingFile::Identical);
         std::fs::write(&path, "abd").unwrap();
         assert_eq!(check_existing(&path, hash, 3).unwrap(), ExistingFile::Different);
+    }
+
+    #[tokio::test]
+    async fn data_of_a_coordinator_that_ignores_the_offset_replaces_what_was_received() {
+        let dir = tempfile::tempdir().unwrap();
+        let content = b"0123456789";
+        let hash = ContentHash::of(content);
+        let message = |part| Ok::<_, Failure>(v1::GetBlobReply { part: Some(part) });
+        let header = |offset| {
+            message(Part::Header(v1::BlobHeader {
+                sha256: hash.to_hex(),
+                bytes: 10,
+                offset,
+            }))
+        };
+        let data = |from: usize, to: usize| message(Part::Data(content[from..to].to_vec()));
+        let lost = || Err(Failure::new(Exit::Unreachable, "lost"));
+        // The first call breaks; the second begins at the offset, or at the first byte.
+        for (offset, received) in [(4, [4, 6, 0, 0]), (0, [4, -4, 4, 6])] {
+            let mut partial = PartialFile::open(dir.path(), hash, 10).unwrap();
+            let mut steps = Vec::new();
+            let mut progress = |more| steps.push(more);
+            let first = futures::stream::iter([header(0), data(0, 4), lost()]);
+            let broken = receive(first, "a", 10, &mut partial, &mut progress).await.unwrap_err();
+            assert_eq!(broken.exit, Exit::Unreachable);
+            let second = match offset {
+                0 => vec![header(0), data(0, 4), data(4, 10)],
+                _ => vec![header(4), data(4, 10)],
+            };
+            let second = futures::stream::iter(second);
+            receive(second, "a", 10, &mut partial, &mut progress).await.unwrap();
+            steps.resize(4, 0);
+            assert_eq!(steps, received);
+            let target = dir.path().join("a");
+            partial.publish(&target).unwrap();
+            assert_eq!(std::fs::read(&target).unwrap(), content);
+        }
     }
 
     #[test]
