@@ -151,6 +151,7 @@ mod tests {
     fn falling(count: u64) -> Curve {
         Curve {
             title: String::new(),
+            metric: String::new(),
             points: (1..=count).map(|step| (step, 1.0 / step as f64)).collect(),
         }
     }
@@ -207,6 +208,7 @@ mod tests {
         assert!(chart(&falling(1), style).is_some());
         let lost = Curve {
             title: String::new(),
+            metric: String::new(),
             points: vec![(1, f64::NAN)],
         };
         assert_eq!(chart(&lost, style), None);

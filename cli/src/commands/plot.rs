@@ -46,13 +46,14 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
         Some(name) => name,
         None => "loss",
     };
+    let shown = args.metric.as_deref().unwrap_or("loss");
     let curve = Curve {
         title: history.name,
+        metric: shown.to_owned(),
         points: (history.steps.iter())
             .filter_map(|one| Some((one.step, *one.values.get(metric)?)))
             .collect(),
     };
-    let shown = args.metric.as_deref().unwrap_or("loss");
     if args.json {
         let points: Vec<_> = curve
             .points

@@ -23,11 +23,13 @@ const RAW: Rgb = [158, 190, 232];
 const SMOOTH: Rgb = [24, 90, 188];
 const NON_FINITE: Rgb = [205, 50, 47];
 
-/// Losses by step.
+/// Losses, or values of another metric, by step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Curve {
     /// The title above the curve.
     pub title: String,
+    /// The name of the metric, above the axis of the values.
+    pub metric: String,
     /// Steps in ascending order and their losses, which may be NaN or infinite.
     pub points: Vec<(u64, f64)>,
 }
@@ -128,9 +130,11 @@ impl Curve {
         }
         canvas.line((x0, y0), (x0, y1), 2.0, INK);
         canvas.line((x0, y1), (x1, y1), 2.0, INK);
-        canvas.text(left, 20, &self.title, 2, INK);
+        // A long name moves the title to the right.
+        let title_start = left.max(16 + (self.metric.chars().count() + 1) * 16);
+        canvas.text(title_start, 20, &self.title, 2, INK);
         canvas.text_middle((left + right) / 2, SIZE.1 - 28, "step", 2, INK);
-        canvas.text(16, 20, "loss", 2, INK);
+        canvas.text(16, 20, &self.metric, 2, INK);
         canvas.png()
     }
 }
@@ -142,6 +146,7 @@ mod tests {
     fn curve(points: &[(u64, f64)]) -> Curve {
         Curve {
             title: "cat".into(),
+            metric: "loss".into(),
             points: points.to_vec(),
         }
     }
@@ -184,6 +189,11 @@ mod tests {
         assert!(one.starts_with(b"\x89PNG") && one.len() > 2000);
         assert_eq!(one, curve(&points).png().unwrap());
         assert_ne!(one, curve(&points[..299]).png().unwrap());
+        let lr = Curve {
+            metric: "lr".into(),
+            ..curve(&points)
+        };
+        assert_ne!(one, lr.png().unwrap(), "the image names the metric");
         assert!(curve(&[]).png().is_none());
         for odd in [
             vec![(7, f64::NAN)],

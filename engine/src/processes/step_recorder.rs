@@ -226,6 +226,7 @@ impl StepRecorder {
     pub(crate) fn png(&self, title: &str) -> Option<Vec<u8>> {
         let curve = Curve {
             title: title.to_owned(),
+            metric: "loss".to_owned(),
             points: self.steps.iter().copied().zip(self.losses.iter().copied()).collect(),
         };
         curve.png()
