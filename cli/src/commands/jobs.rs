@@ -7,6 +7,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::members::is_array;
 use crate::notify::Notify;
+use crate::output::format::plural;
 use crate::output::{Format, Ui};
 use crate::reconnection::may_reconnect;
 use crate::views::{job_exit, job_json, jobs_table};
@@ -182,12 +183,33 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
         )
         .hint("the jobs continue; `aitk ps` shows their states"));
     };
-    let ended: Vec<JobView> = ended.into_iter().collect::<Result<_, _>>()?;
-    match Format::from_flags(args.json, args.quiet) {
-        Format::Json => ui.json(&json!({ "jobs": ended.iter().map(job_json).collect::<Vec<Value>>() }))?,
-        Format::Quiet => ui.data_lines(ended.iter().map(|job| job.id.as_str()))?,
+    let exit = wait_exit(&ended);
+    let (ended, failures): (Vec<_>, Vec<_>) = ended.into_iter().partition(Result::is_ok);
+    let ended: Vec<JobView> = ended.into_iter().flatten().collect();
+    if !ended.is_empty() {
+        print_ended(&ui, &ended, Format::from_flags(args.json, args.quiet))?;
+    }
+    for failure in failures.into_iter().filter_map(Result::err) {
+        ui.failure(&failure);
+    }
+    Ok(exit)
+}
+
+/// The exit code of the first job that did not complete, or could not be waited for.
+fn wait_exit(ended: &[Result<JobView, Failure>]) -> Exit {
+    let mut exits = ended.iter().map(|ended| match ended {
+        Ok(job) => job_exit(job),
+        Err(failure) => failure.exit,
+    });
+    exits.find(|exit| *exit != Exit::Ok).unwrap_or(Exit::Ok)
+}
+
+fn print_ended(ui: &Ui, ended: &[JobView], format: Format) -> Result<(), Failure> {
+    match format {
+        Format::Json => ui.json(&json!({ "jobs": ended.iter().map(job_json).collect::<Vec<Value>>() })),
+        Format::Quiet => ui.data_lines(ended.iter().map(|job| job.id.as_str())),
         Format::Human => {
-            for job in &ended {
+            for job in ended {
                 let reason = if job.state == JobState::Failed {
                     format!(": {}", job.reason)
                 } else {
@@ -198,13 +220,9 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
                     job.id, job.name, job.state
                 )))?;
             }
+            Ok(())
         }
     }
-    Ok(ended
-        .iter()
-        .map(job_exit)
-        .find(|exit| *exit != Exit::Ok)
-        .unwrap_or(Exit::Ok))
 }
 
 fn waiting_for(jobs: &[JobView]) -> String {
@@ -235,20 +253,22 @@ async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobVie
     Ok(job)
 }
 
-/// Sends a request for each job. A job that refuses it does not keep the others from getting theirs. After another error, such as a
-/// lost connection, no further one is sent.
+/// Sends a request for each job. A job that refuses it does not keep the others from getting theirs. When the connection is lost, no
+/// further one is sent.
 async fn for_each(jobs: Vec<JobView>, request: impl AsyncFn(&JobView) -> Result<JobView, Failure>) -> Results {
     let mut results = Results::default();
-    for job in jobs {
+    let mut jobs = jobs.into_iter();
+    while let Some(job) = jobs.next() {
         match request(&job).await {
             Ok(job) => results.changed.push(job),
-            Err(failure) => {
-                let is_refused = failure.exit == Exit::Conflict;
-                results.failures.push(failure);
-                if !is_refused {
-                    break;
-                }
+            Err(failure) if failure.exit == Exit::Unreachable => {
+                results.failures.push(match jobs.len() {
+                    0 => failure,
+                    rest => failure.hint(format!("{} after it got no request", plural(rest as u64, "job"))),
+                });
+                break;
             }
+            Err(failure) => results.failures.push(failure),
         }
     }
     results
@@ -392,6 +412,38 @@ fn print_jobs(ui: &Ui, jobs: &[JobView], json: bool, describe: impl Fn(&JobView)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::tests::job;
+
+    #[tokio::test]
+    async fn only_a_lost_connection_keeps_other_jobs_from_their_request() {
+        let jobs = || ["a", "b", "c"].map(|id| job(id, id, JobState::Running, 0)).to_vec();
+        for exit in [Exit::Conflict, Exit::Unauthorised, Exit::NotFound] {
+            let results = for_each(jobs(), async |job| match job.id.as_str() {
+                "b" => Err(Failure::new(exit, "b is not yours")),
+                _ => Ok(job.clone()),
+            });
+            let results = results.await;
+            let changed: Vec<&str> = results.changed.iter().map(|job| job.id.as_str()).collect();
+            assert_eq!((changed, results.failures.len()), (vec!["a", "c"], 1), "{exit:?}");
+        }
+        let lost = for_each(jobs(), async |_| Err(Failure::new(Exit::Unreachable, "lost"))).await;
+        assert_eq!((lost.changed.len(), lost.failures.len()), (0, 1));
+        assert!(lost.failures[0].render(false).contains("2 jobs after it"));
+    }
+
+    #[test]
+    fn the_exit_code_of_wait_is_that_of_the_first_job_that_did_not_complete() {
+        let ended = |state| Ok(job("a", "a", state, 0));
+        let removed = || Err(Failure::not_found("no job b"));
+        for (results, exit) in [
+            (vec![ended(JobState::Completed)], Exit::Ok),
+            (vec![ended(JobState::Completed), removed()], Exit::NotFound),
+            (vec![ended(JobState::Failed), removed()], Exit::Failed),
+            (vec![removed(), ended(JobState::Failed)], Exit::NotFound),
+        ] {
+            assert_eq!(wait_exit(&results), exit);
+        }
+    }
 
     #[test]
     fn large_numbers_have_separators() {
