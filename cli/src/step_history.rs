@@ -7,7 +7,7 @@ use crate::members::is_array;
 use crate::output::format::printable;
 use crate::run_folder;
 use aitk_common::control_plane::EventBody;
-use aitk_common::id::AttemptId;
+use aitk_common::id::{AttemptId, JobId};
 use aitk_common::step_metrics::StepMetrics;
 use futures::StreamExt;
 
@@ -15,6 +15,8 @@ use futures::StreamExt;
 pub struct StepHistory {
     /// The name of the job, or of the run folder.
     pub name: String,
+    /// The id of the job; none of a run folder.
+    pub job: Option<JobId>,
     /// All steps of a run folder; of a job those that its last training reported.
     pub steps: Vec<StepMetrics>,
     /// How many trainings the job began, one after another; 1 of a run folder.
@@ -65,6 +67,7 @@ impl StepHistory {
         let folder = folder.canonicalize().unwrap_or(folder);
         Ok(Self {
             name: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            job: None,
             steps,
             trainings: 1,
         })
@@ -106,6 +109,7 @@ impl StepHistory {
         }
         Ok(Self {
             name: job.name,
+            job: Some(job.id),
             steps: reported.steps,
             trainings: reported.trainings,
         })

@@ -103,15 +103,16 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     Ok(Exit::Ok)
 }
 
-/// Writes the metrics into `folder/NAME`, for TensorBoard.
+/// Writes the metrics into a folder in `folder`, for TensorBoard.
 fn write_event_file(ui: &Ui, history: &StepHistory, folder: &Path, job: &str) -> CommandResult {
     if history.steps.is_empty() {
         return Err(no_losses(job));
     }
     naming::check_name(&history.name).map_err(|why| Failure::failed(format!("{}: {why}", printable(&history.name))))?;
-    let path = folder.join(&history.name).join(EVENT_FILE);
+    let run = folder.join(event_folder(history));
+    let path = run.join(EVENT_FILE);
     let write = || -> std::io::Result<()> {
-        std::fs::create_dir_all(folder.join(&history.name))?;
+        std::fs::create_dir_all(&run)?;
         fsutil::write_atomic(&path, |out| {
             tensorboard::write_start(out)?;
             tensorboard::write_steps(out, &history.steps)
@@ -128,7 +129,39 @@ fn write_event_file(ui: &Ui, history: &StepHistory, folder: &Path, job: &str) ->
     Ok(Exit::Ok)
 }
 
+/// The name of the folder for the metrics: that of the run folder, or `NAME-ID` of a job, because several jobs may have one name.
+fn event_folder(history: &StepHistory) -> String {
+    match &history.job {
+        Some(id) => format!("{}-{id}", history.name),
+        None => history.name.clone(),
+    }
+}
+
 fn no_losses(job: &str) -> Failure {
     Failure::not_found(format!("{} has no losses yet", printable(job)))
         .hint("a training has its first loss after its first step; a job reports one every `logging.log_every` steps")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_common::id::JobId;
+    use aitk_common::step_metrics::StepMetrics;
+
+    #[test]
+    fn two_jobs_of_one_name_get_two_folders_for_tensorboard() {
+        let dir = tempfile::tempdir().unwrap();
+        for job in [Some("j1"), Some("j2"), None] {
+            let history = StepHistory {
+                name: "cat".to_owned(),
+                job: job.map(JobId::new),
+                steps: vec![StepMetrics::default()],
+                trainings: 1,
+            };
+            write_event_file(&Ui::silent(), &history, dir.path(), "cat").unwrap();
+        }
+        for run in ["cat-j1", "cat-j2", "cat"] {
+            assert!(dir.path().join(run).join(EVENT_FILE).is_file(), "{run}");
+        }
+    }
 }
