@@ -245,8 +245,35 @@ fn memory_lines(memory: &BTreeMap<String, u64>) -> Vec<String> {
         let profiles = MemoryProfile::on(on_cpu).map(MemoryProfile::name);
         let bytes = profiles.map(|profile| memory.get(&format!("{key}, {profile}")).copied().unwrap_or(0));
         let [all, balanced, poor, extreme] = bytes.map(|bytes| format!("{:.1}", bytes as f64 / GIB));
-        format!("{label:<10}{all:>7}{balanced:>11}{poor:>11}{extreme:>10}")
+        row(label, [&all, &balanced, &poor, &extreme])
     };
-    let columns = "predicted: GiB    all   balanced   gpu_poor   extreme".to_owned();
+    let columns = row("predicted: GiB", ["all", "balanced", "gpu_poor", "extreme"]);
     std::iter::once(columns).chain(kinds.into_iter().map(of_kind)).collect()
+}
+
+/// A line of the memory table.
+fn row(label: &str, [all, balanced, poor, extreme]: [&str; 4]) -> String {
+    format!("{label:<14}{all:>7}{balanced:>11}{poor:>11}{extreme:>10}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_numbers_of_the_memory_table_end_below_their_columns() {
+        let profiles = MemoryProfile::on(false).map(MemoryProfile::name);
+        let memory: BTreeMap<String, u64> = (profiles.iter().zip(1u64..))
+            .map(|(profile, gib)| (format!("gpu, {profile}"), gib << 30))
+            .collect();
+        let lines = memory_lines(&memory);
+        let ends = |line: &str, words: &[&str]| -> Vec<usize> {
+            words.iter().map(|word| line.find(word).unwrap() + word.len()).collect()
+        };
+        assert_eq!(
+            ends(&lines[0], &["all", "balanced", "gpu_poor", "extreme"]),
+            ends(&lines[1], &["1.0", "2.0", "3.0", "4.0"]),
+            "{lines:?}"
+        );
+    }
 }
