@@ -158,7 +158,7 @@ impl EmbeddedCluster {
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
         let running = aitk_coordinator::start(coordinator).await;
-        let coordinator = running.map_err(|error| Failure::new(Exit::Failed, crate::failure::chain(&error)))?;
+        let coordinator = running.map_err(|error| start_failure(&error))?;
         // A coordinator that listens on all addresses is reached at loopback.
         let host = match coordinator.addr.ip() {
             ip if ip.is_unspecified() && ip.is_ipv4() => "127.0.0.1".to_owned(),
@@ -274,6 +274,17 @@ impl EmbeddedCluster {
         let failure = first_failure(coordinator.wait_for_failure(), worker_ended).await;
         self.failure = Some(failure.clone());
         failure
+    }
+}
+
+/// The failure of a coordinator that does not start. Its own message about TLS is for the options of `aitk-coordinator`.
+fn start_failure(error: &aitk_coordinator::StartError) -> Failure {
+    match error {
+        aitk_coordinator::StartError::Plaintext { bind } => Failure::failed(format!(
+            "refusing to listen on {bind} without TLS: everyone on the network could read the token and the data"
+        ))
+        .hint("give --tls-cert and --tls-key, or --bind 127.0.0.1:7420"),
+        error => Failure::failed(crate::failure::chain(error)),
     }
 }
 
@@ -423,6 +434,17 @@ mod tests {
         raise(SIGUSR1).unwrap();
         assert_eq!(running.next().await, Exit::Interrupted);
         ending.wait_for_second().await;
+    }
+
+    #[test]
+    fn an_address_without_tls_is_refused_with_the_options_of_this_program() {
+        let bind = std::net::SocketAddr::from(([0, 0, 0, 0], 7420));
+        let failure = start_failure(&aitk_coordinator::StartError::Plaintext { bind }).render(false);
+        assert!(
+            failure.contains("0.0.0.0:7420") && failure.contains("--tls-cert"),
+            "{failure}"
+        );
+        assert!(!failure.contains("aitk-coordinator"), "{failure}");
     }
 
     #[tokio::test]

@@ -117,12 +117,9 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         ui.notice(&line);
     }
     if !args.bind.ip().is_loopback() {
-        let token_file = shell_word(&token_file);
-        ui.notice("On each other machine, with a copy of the token file:");
-        ui.notice(&format!(
-            "  aitk-worker --server https://THIS-HOST:{} --token-file {token_file}",
-            args.bind.port()
-        ));
+        for line in worker_commands(&server, &token_file, state.ca_file.as_deref()) {
+            ui.notice(&line);
+        }
     }
     ui.notice("Ctrl-C stops; running jobs save first and resume at the next `aitk up`.");
 
@@ -180,6 +177,20 @@ fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
     lines
 }
 
+/// Returns how to start a worker on another machine. `server` is the address of the coordinator on this machine.
+fn worker_commands(server: &str, token_file: &Path, ca_file: Option<&Path>) -> [String; 2] {
+    let scheme = server.split_once("://").map_or("https", |(scheme, _)| scheme);
+    let port = server.rsplit_once(':').map_or("", |(_, port)| port);
+    let mut command = format!("  aitk-worker --server {scheme}://THIS-HOST:{port}");
+    command.push_str(&format!(" --token-file {}", shell_word(token_file)));
+    let mut copies = "the token file".to_owned();
+    if let Some(ca_file) = ca_file {
+        command.push_str(&format!(" --ca-file {}", shell_word(ca_file)));
+        copies.push_str(" and of the certificate");
+    }
+    [format!("On each other machine, with a copy of {copies}:"), command]
+}
+
 fn database(args: &UpArgs) -> Result<Option<aitk_coordinator::DatabaseUrl>, Failure> {
     let url = args.database.as_deref().map(str::parse).transpose();
     url.map_err(|error| Failure::usage(chain(&error)))
@@ -230,6 +241,22 @@ mod tests {
             "{lines:?}"
         );
         assert_eq!(lines[2], "  aitk submit CONFIG --follow --server http://127.0.0.1:7431");
+    }
+
+    #[test]
+    fn workers_elsewhere_are_given_the_bound_port_and_the_certificate() {
+        let (token, cert) = (Path::new("/data/token"), Path::new("/etc/my cert.pem"));
+        let [copies, command] = worker_commands("https://127.0.0.1:39421", token, Some(cert));
+        assert!(copies.contains("the token file and of the certificate"), "{copies}");
+        assert_eq!(
+            command.trim(),
+            "aitk-worker --server https://THIS-HOST:39421 --token-file /data/token --ca-file '/etc/my cert.pem'"
+        );
+        let [_, command] = worker_commands("https://[::1]:7420", token, None);
+        assert_eq!(
+            command.trim(),
+            "aitk-worker --server https://THIS-HOST:7420 --token-file /data/token"
+        );
     }
 
     #[test]
