@@ -54,10 +54,7 @@ pub(super) async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     let written = folder.clone();
     let prepared = tokio::task::spawn_blocking(move || written.prepare(data.as_deref())).await;
     let kilobytes = prepared.map_err(|error| Failure::failed(error.to_string()))??;
-    ui.notice(&format!(
-        "Training a code model from scratch on {kilobytes} KB of Rust.\nModel, tokenizer and configs are in {}.",
-        output.display()
-    ));
+    ui.notice(&announcement(kilobytes, &output));
     let options = RunOptions {
         device: args.device,
         ..RunOptions::default()
@@ -70,6 +67,15 @@ pub(super) async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     }
     folder.show(&ui, &output)?;
     Ok(Exit::Ok)
+}
+
+/// What the demo says before the training. The tokenizer is trained on a part of large data.
+fn announcement(tokenizer_kilobytes: u64, output: &Path) -> String {
+    format!(
+        "Training a code model from scratch on Rust files, its tokenizer on {tokenizer_kilobytes} KB of them.\n\
+         Model, tokenizer and configs are in {}.",
+        output.display()
+    )
 }
 
 /// The output folder.
@@ -101,8 +107,8 @@ impl Folder {
         self.path.join("output").join(NAME)
     }
 
-    /// Writes data, tokenizer, model config and configs. Returns the size of the data in kilobytes. A training that is complete, or began with
-    /// other files, is removed.
+    /// Writes data, tokenizer, model config and configs. Returns the size of the texts that the tokenizer is trained on, in kilobytes. A training
+    /// that is complete, or began with other files, is removed.
     fn prepare(&self, data: Option<&Path>) -> Result<u64, Failure> {
         refuse_other_folder(&self.path, MARK, "aitk demo code")?;
         let own = self.path.join("data");
@@ -341,6 +347,15 @@ mod tests {
         assert_eq!(
             std::fs::read_to_string(folder.path.join("train.yaml.old")).unwrap(),
             edited
+        );
+    }
+
+    #[test]
+    fn the_size_of_the_texts_is_that_of_the_tokenizer() {
+        let text = announcement(4194, Path::new("aitk-code-demo"));
+        assert!(
+            text.contains("tokenizer on 4194 KB") && text.contains("in aitk-code-demo."),
+            "{text}"
         );
     }
 
