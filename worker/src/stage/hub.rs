@@ -70,6 +70,7 @@ pub(crate) struct Hub {
     /// What other programs of this user have downloaded, for jobs that run in place.
     shared_cache: Option<SharedCache>,
     client: HubClient,
+    /// Held during a download, not while it is found out whether the model is here already.
     download_lock: tokio::sync::Mutex<()>,
     first_delay: Duration,
 }
@@ -110,7 +111,6 @@ impl Hub {
         request: &ModelRequest<'_>,
         log: &(dyn Fn(String) + Sync),
     ) -> Result<PathBuf, HubError> {
-        let _downloading = self.download_lock.lock().await;
         let may_use_token = request.in_place || self.allow_list.contains(request.repo);
         match (self.fetch_as(request, None, &self.folder, log).await, &self.token) {
             (Err(denied @ (HubError::NotFound { .. } | HubError::Denied { .. })), Some(token)) if may_use_token => {
@@ -141,7 +141,6 @@ impl Hub {
         request: &ModelRequest<'_>,
         log: &(dyn Fn(String) + Sync),
     ) -> Result<PathBuf, HubError> {
-        let _downloading = self.download_lock.lock().await;
         // A hash, because some file systems ignore case, so that two names could be one folder.
         let name = ContentHash::of(owner.as_str().as_bytes()).to_hex();
         let folder = self.folder.join(USERS_FOLDER).join(name);
@@ -176,6 +175,15 @@ impl Hub {
         if let Some(found) = find_fetched(folder, request.parts, &version) {
             return Ok(found);
         }
+        let _downloading = match self.download_lock.try_lock() {
+            Ok(guard) => guard,
+            Err(_) => {
+                log(format!(
+                    "waiting to fetch {repo}: this worker is fetching a model for another job"
+                ));
+                self.download_lock.lock().await
+            }
+        };
         let (parts, all) = (request.parts, folder);
         let folder = &folder_for(folder, parts);
         fsutil::create_dir_all(folder)?;

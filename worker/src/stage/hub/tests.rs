@@ -1,6 +1,7 @@
 //! The hub client against a small server with faults.
 
 use super::*;
+use futures::FutureExt;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -297,6 +298,62 @@ async fn files_that_differ_from_the_announcement_are_refused() {
             .to_string();
         assert!(message.contains(expected), "{message}");
     }
+}
+
+#[tokio::test]
+async fn a_model_that_is_here_does_not_wait_for_the_download_of_another_job() {
+    let folder = tempfile::tempdir().unwrap();
+    let commit = "a".repeat(40);
+    let cached = folder.path().join(version_name("org/tiny", &commit));
+    std::fs::create_dir(&cached).unwrap();
+    let nowhere = "http://127.0.0.1:1".to_owned();
+    let hub = Hub::new(folder.path().to_owned(), nowhere, None, AllowList::default());
+    let _downloading = hub.download_lock.lock().await;
+    let request = ModelRequest {
+        revision: Some(&commit),
+        ..submitted_by_others("org/tiny")
+    };
+    let log = |_: String| {};
+    let found = hub.fetch(&request, &log).now_or_never().expect("it waits for nothing");
+    assert_eq!(found.unwrap(), cached);
+    let of_user = UserName::new("ada");
+    let name = ContentHash::of(of_user.as_str().as_bytes()).to_hex();
+    let private = folder
+        .path()
+        .join(USERS_FOLDER)
+        .join(name)
+        .join(version_name("org/tiny", &commit));
+    std::fs::create_dir_all(&private).unwrap();
+    let found = hub.fetch_for(&of_user, "t", &request, &log).now_or_never();
+    assert_eq!(found.expect("it waits for nothing").unwrap(), private);
+}
+
+#[tokio::test]
+async fn another_job_waits_for_a_download_and_its_log_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[
+        ("config.json", b"{}"),
+        ("diffusion_pytorch_model.safetensors", b"weights"),
+    ]);
+    let hub = server.hub(folder.path());
+    let downloading = hub.download_lock.lock().await;
+    let lines = Mutex::new(Vec::new());
+    let (waiting, mut waits) = tokio::sync::mpsc::channel(1);
+    let log = |line: String| {
+        if line.starts_with("waiting") {
+            let _ = waiting.try_send(());
+        }
+        lines.lock().unwrap().push(line);
+    };
+    let request = submitted_by_others("org/tiny");
+    let other_job = async {
+        waits.recv().await;
+        drop(downloading);
+    };
+    let (fetched, ()) = tokio::join!(hub.fetch(&request, &log), other_job);
+    fetched.unwrap();
+    assert!(lines.lock().unwrap()[0].contains("for another job"));
 }
 
 #[tokio::test]
