@@ -6,7 +6,7 @@ pub use status::status_failure;
 
 use crate::exit::Exit;
 use crate::failure::Failure;
-use crate::output::format::printable;
+use crate::output::format::{printable, printable_lines};
 use crate::settings::{Origin, Settings, TokenSource};
 use aitk_common::control_plane::{
     Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, SubmissionReceipt, WorkerView,
@@ -99,7 +99,7 @@ impl Api {
                 ConnectError::CaFile { .. } | ConnectError::Tls { .. } => Exit::Failed,
                 ConnectError::Unreachable { .. } | ConnectError::Untrusted { .. } => Exit::Unreachable,
             };
-            let failure = Failure::new(exit, error.to_string());
+            let failure = Failure::new(exit, printable_lines(&error.to_string()));
             match &error {
                 ConnectError::Unreachable { problem, .. } => match tls_hint(problem) {
                     Some(hint) => failure.hint(hint),

@@ -3,7 +3,7 @@
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
-use crate::output::format::printable;
+use crate::output::format::{printable, printable_lines};
 use crate::paths::expand;
 use crate::sd_scripts::{ImportOptions, ImportedFile, import_file};
 use aitk_common::fsutil::regular;
@@ -199,8 +199,7 @@ fn config_failure(error: &JobError) -> Failure {
         JobError::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound => Exit::NotFound,
         _ => Exit::Failed,
     };
-    let lines: Vec<String> = error.to_string().lines().map(printable).collect();
-    let failure = Failure::new(exit, lines.join("\n"));
+    let failure = Failure::new(exit, printable_lines(&error.to_string()));
     match exit {
         Exit::NotFound => failure.hint("`aitk init` writes a config to start from"),
         _ => failure,

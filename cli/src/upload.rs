@@ -6,6 +6,7 @@ use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
+use crate::output::format::printable_lines;
 use aitk_common::fsutil::regular;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::StorageError;
@@ -266,7 +267,8 @@ async fn try_send(
                 Source::File(path) => path.display().to_string(),
                 Source::Bytes(_) => "the list of files".to_owned(),
             };
-            Err(Failure::failed(format!("{name} was refused: {}", status.message()))
+            let reason = printable_lines(status.message());
+            Err(Failure::failed(format!("{name} was refused: {reason}"))
                 .hint("the file may have changed during the upload; submit again"))
         }
         Err(status) => Err(status_failure(api.server(), &status)),

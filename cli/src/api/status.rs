@@ -2,7 +2,7 @@
 
 use crate::exit::Exit;
 use crate::failure::Failure;
-use crate::output::format::printable;
+use crate::output::format::{printable, printable_lines};
 use tonic::{Code, Status};
 
 /// Why a call failed.
@@ -67,10 +67,10 @@ pub(super) fn tls_hint(problem: &str) -> Option<&'static str> {
     found.map(|(_, hint)| *hint)
 }
 
-/// Converts a gRPC status to a failure.
+/// Converts a gRPC status to a failure. Its message may be of any server, so that what a terminal would obey is removed.
 #[must_use]
 pub fn status_failure(server: &str, status: &Status) -> Failure {
-    let message = status.message();
+    let message = printable_lines(status.message());
     match status.code() {
         Code::NotFound => Failure::not_found(message),
         Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, message)
@@ -112,7 +112,8 @@ fn is_transport(status: &Status) -> bool {
 }
 
 pub(super) fn invalid_message(error: aitk_proto::ConvertError) -> Failure {
-    Failure::failed(format!("the coordinator sent an invalid message: {error}"))
+    let problem = printable_lines(&error.to_string());
+    Failure::failed(format!("the coordinator sent an invalid message: {problem}"))
         .hint("it may be another version of aitk; `aitk doctor` shows both")
 }
 
@@ -185,6 +186,15 @@ mod tests {
             (Status::internal("x"), Exit::Failed),
         ] {
             assert_eq!(status_failure("http://s", &status).exit, exit);
+        }
+        for code in 1..=16 {
+            let status = Status::new(Code::from_i32(code), "two\nlines \x1b]52;c;x\x07");
+            let shown = status_failure("http://s", &status).render(false);
+            assert!(!shown.contains(['\x1b', '\x07']), "{code}: {shown:?}");
+            assert!(
+                shown.contains("two\nlines") || code == Code::Unimplemented as i32,
+                "{shown:?}"
+            );
         }
         // The error is of the connection, not of the coordinator, so the stream is reopened.
         let mut cut = Status::internal("h2 protocol error: error reading a body from connection");

@@ -9,7 +9,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::members::is_array;
 use crate::notify::Notify;
-use crate::output::format::printable;
+use crate::output::format::{printable, printable_lines};
 use crate::output::{Format, Ui};
 use crate::preflight;
 use crate::submission_data::{job_json, longest_prompt, parameter_counts, prompts_in};
@@ -150,8 +150,8 @@ fn apply_changes(
     changes: &[Change],
 ) -> Result<(JobSpec, LoadedJob), Failure> {
     let cannot_copy = |error: &dyn std::fmt::Display| {
-        let lines: Vec<String> = error.to_string().lines().map(printable).collect();
-        Failure::failed(format!("{} cannot be copied: {}", job.id, lines.join("\n")))
+        let problem = printable_lines(&error.to_string());
+        Failure::failed(format!("{} cannot be copied: {problem}", job.id))
     };
     let original: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
         cannot_copy(&error)

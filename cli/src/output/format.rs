@@ -186,6 +186,13 @@ pub fn printable(text: &str) -> String {
         .collect()
 }
 
+/// As [`printable`], but keeps line breaks.
+#[must_use]
+pub fn printable_lines(text: &str) -> String {
+    let lines: Vec<String> = text.lines().map(printable).collect();
+    lines.join("\n")
+}
+
 /// Whether a character changes the text direction, which could make one name look like another.
 fn is_bidi(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -389,5 +396,6 @@ mod tests {
         assert_eq!(printable("a\x1b[2Jb\tc"), "a\u{fffd}[2Jb c");
         assert_eq!(printable("x\u{202e}y"), "x\u{fffd}y");
         assert_eq!(printable("日本 ok"), "日本 ok");
+        assert_eq!(printable_lines("a\x1b\nb\r\n"), "a\u{fffd}\nb");
     }
 }
