@@ -267,10 +267,10 @@ impl CertificateRenewer {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn identity(certificate: &str, expires_at: u64) -> WorkerIdentity {
+    pub(crate) fn identity(certificate: &str, expires_at: u64) -> WorkerIdentity {
         WorkerIdentity {
             server: "https://server:7420".to_owned(),
             name: UserName::parse("box").unwrap(),

@@ -59,11 +59,11 @@ pub async fn join(options: JoinOptions) -> Result<WorkerIdentity, JoinError> {
         Err(DataFolderError::InUse(_)) if WorkerIdentity::read(&options.data_dir)?.is_some() => None,
         Err(error) => return Err(error.into()),
     };
-    // The identity holds the worker id as well; a running worker uses that one.
-    let known_id = DataFolder::worker_id_in(&options.data_dir).or_else(|| {
-        let earlier = WorkerIdentity::read(&options.data_dir).ok().flatten();
-        earlier.map(|earlier| earlier.worker)
-    });
+    // The identity holds the worker id as well; a worker uses that one.
+    let earlier = WorkerIdentity::read(&options.data_dir).ok().flatten();
+    let known_id = earlier
+        .map(|earlier| earlier.worker)
+        .or_else(|| DataFolder::worker_id_in(&options.data_dir));
     let request = request_with_saved_key(&options.data_dir, name.as_ref())?;
     let credentials = Credentials::new(&invitation.text())?;
     let connected = with_timeout(client::connect_with(&server, credentials, options.ca_file.as_deref()));
@@ -85,12 +85,19 @@ pub async fn join(options: JoinOptions) -> Result<WorkerIdentity, JoinError> {
         });
     }
     let joined = WorkerIdentity::new(server, reply, invitation.ca, ca_pem, request)?;
-    if let Some(data_folder) = &data_folder {
-        data_folder.save_worker_id(&joined.worker)?;
-    }
-    joined.write(&options.data_dir)?;
+    save(&joined, &options.data_dir, data_folder.as_ref())?;
     let _ = std::fs::remove_file(options.data_dir.join(KEY_FILE));
     Ok(joined)
+}
+
+/// Saves the identity, then its worker id in a data folder that no worker uses.
+fn save(joined: &WorkerIdentity, data_dir: &Path, data_folder: Option<&DataFolder>) -> Result<(), JoinError> {
+    // First, so that a full disk leaves no id without its identity.
+    joined.write(data_dir)?;
+    if let Some(data_folder) = data_folder {
+        data_folder.save_worker_id(&joined.worker)?;
+    }
+    Ok(())
 }
 
 /// Makes a request whose key stays in the data folder until the answer has come. If the answer is lost, the next try
@@ -105,4 +112,25 @@ fn request_with_saved_key(data_dir: &Path, name: Option<&UserName>) -> Result<Ce
     let request = CertificateRequestWithKey::new(name)?;
     fsutil::write_private(&path, request.key_pem.as_bytes())?;
     Ok(request)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::tests::identity;
+
+    #[test]
+    fn no_worker_id_is_saved_without_its_identity() {
+        let dir = tempfile::tempdir().unwrap();
+        let data_folder = DataFolder::open(dir.path()).unwrap();
+        let joined = identity("first", 4_000_000);
+        // A folder of this name cannot be replaced by the file.
+        std::fs::create_dir(dir.path().join("identity.json")).unwrap();
+        save(&joined, dir.path(), Some(&data_folder)).unwrap_err();
+        assert_eq!(DataFolder::worker_id_in(dir.path()), None);
+        std::fs::remove_dir(dir.path().join("identity.json")).unwrap();
+        save(&joined, dir.path(), Some(&data_folder)).unwrap();
+        assert_eq!(DataFolder::worker_id_in(dir.path()), Some(joined.worker.clone()));
+        assert_eq!(WorkerIdentity::read(dir.path()).unwrap(), Some(joined));
+    }
 }

@@ -17,8 +17,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 const MAX_TRIES: u32 = 5;
 const RETRY_DELAY: Duration = Duration::from_millis(500);
 
-/// Why a machine did not join, or a certificate was not renewed. A failed join writes nothing but the key for the
-/// next try.
+/// Why a machine did not join, or a certificate was not renewed. A join that gets no certificate leaves the subfolders of
+/// the data folder and the key for the next try, but no identity and no worker id.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The text is not a join token.
