@@ -153,7 +153,7 @@ fn an_alpha_of_0_is_the_rank_of_each_layer() {
     let found = job.process[0].trainer().unwrap().network.as_ref().unwrap();
     assert_eq!(
         (found.linear_alpha, found.conv, found.conv_alpha),
-        (0.0, Some(4), Some(0.0))
+        (0.0, Some(4), Some(4.0))
     );
 
     // The scale of a transformer is 1.
