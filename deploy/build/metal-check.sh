@@ -81,7 +81,7 @@ END
 fingerprint() {
   {
     cat "$0" Cargo.lock Cargo.toml
-    find common engine -type f ! -path '*/tests/*' -print0 | sort -z | xargs -0 sha256sum
+    find common kernels engine -type f ! -path '*/tests/*' -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
 
