@@ -349,7 +349,7 @@ fn masks(import: &mut Import<'_>, levels: &Levels<'_>, kind: DatasetKind, sectio
         }
     }
     match levels.text("conditioning_data_dir") {
-        Some(_) if masked && import.script == Script::FineTune => {
+        Some(_) if import.script == Script::FineTune => {
             let message = "fine_tune.py has no masks: remove it";
             levels.error("conditioning_data_dir", message, &mut import.errors);
         }

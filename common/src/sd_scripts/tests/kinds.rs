@@ -59,6 +59,23 @@ fn subsets_of_a_data_set_are_of_one_kind() {
     }
 }
 
+/// With masked_loss or without: to add it would not help.
+#[test]
+fn fine_tune_has_no_masks() {
+    let folder = folder();
+    std::fs::write(folder.path().join("data.toml"), format!("[[datasets]]\n{MASKS}")).unwrap();
+    let text = base(Script::FineTune).replace("train_data_dir = \"images\"", "dataset_config = \"data.toml\"");
+    for more in ["", "masked_loss = true\n"] {
+        let errors = import_in(folder.path(), &format!("{text}{more}"), Some(Script::FineTune)).unwrap_err();
+        assert!(
+            errors.len() == 1
+                && errors[0].key == "conditioning_data_dir"
+                && errors[0].message == "fine_tune.py has no masks: remove it",
+            "{more}{errors:?}"
+        );
+    }
+}
+
 #[test]
 fn shared_options_that_a_kind_does_not_have_are_ignored() {
     let folder = folder();
