@@ -78,7 +78,8 @@ pub(super) fn optimizer(import: &mut Import<'_>, rates: &Rates, train: &mut Sect
         settings.is_set(option) && row.is_some()
     };
     let fused = ["fused_optimizer_groups", "blockwise_fused_optimizers"];
-    if let Some(option) = fused.into_iter().find(is_fused).filter(|_| max_norm > 0.0) {
+    let clips = max_norm > 0.0 && found.ours != "adafactor";
+    if let Some(option) = fused.into_iter().find(is_fused).filter(|_| clips) {
         let message =
             format!("sd-scripts clips the gradients of each tensor to a norm of {max_norm}, aitk all together");
         import.note(option, message);

@@ -131,4 +131,15 @@ fn adafactor_does_not_clip_and_a_note_says_so() {
     );
     assert_eq!(read("optimizer_type = \"Adafactor\"\nmax_grad_norm = 0"), "");
     assert_eq!(read("max_grad_norm = 0.5"), "");
+    // aitk does not clip, so it does not clip all gradients together either.
+    for (optimizer, together) in [("AdamW", true), ("Adafactor", false)] {
+        let lines = format!("optimizer_type = \"{optimizer}\"\nfused_optimizer_groups = 10");
+        let (_, notes) = train(Script::SdxlTrain, &lines);
+        let found = |part: &str| notes.iter().any(|note| note.contains(part));
+        assert_eq!(
+            (found("aitk all together"), found("aitk does not clip")),
+            (together, !together),
+            "{optimizer}: {notes:?}"
+        );
+    }
 }
