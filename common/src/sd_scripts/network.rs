@@ -129,7 +129,7 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
     let translated = [
         (
             "conv_dim",
-            "`network.conv`; 0: none, and of larger convolutions no LoRA, but of all other layers of the U-Net's blocks",
+            "`network.conv`; 0: none, and of larger convolutions no LoRA, but of all other layers of the U-Net's blocks; 0 is refused for a LoKr of whole matrices",
         ),
         ("conv_alpha", "`network.conv_alpha`"),
         (
@@ -548,6 +548,12 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
         let factor = arguments.number(import, "factor").unwrap_or(-1.0);
         network.insert("lokr_factor".into(), number(factor));
         // LyCORIS splits no matrix whose sides are smaller than twice the rank: people write 100000 for none at all.
+        let is_whole = rank > u64::from(MAX_RANK) || arguments.is_on("full_matrix");
+        if is_whole && conv <= 0.0 {
+            let message = "conv_dim=0: aitk's LoKr of whole matrices adapts the larger convolutions too: remove it, or set a smaller \
+                           network_dim without full_matrix";
+            import.error("network_args", message);
+        }
         let none_is_split = rank > u64::from(MAX_RANK) && conv > f64::from(MAX_RANK);
         if none_is_split {
             for key in ["linear", "linear_alpha", "conv", "conv_alpha"] {

@@ -204,6 +204,38 @@ fn convolutions_of_rank_0_have_no_lora_and_the_layers_beside_them_have_one() {
     );
 }
 
+/// A LoKr of whole matrices has no ranks in a config of aitk, also none that leaves out convolutions.
+#[test]
+fn a_lokr_of_whole_matrices_has_no_convolutions_of_rank_0() {
+    let base = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
+    let import = |lines: &str| {
+        let folder = folder();
+        let text = format!("{base}network_train_unet_only = true\n{lines}\n");
+        import_in(folder.path(), &text, Some(Script::TrainNetwork))
+    };
+    for lines in [
+        "network_args = [\"algo=lokr\", \"conv_dim=0\", \"full_matrix=True\"]",
+        "network_dim = 100000\nnetwork_args = [\"algo=lokr\", \"conv_dim=0\", \"use_cp=True\"]",
+    ] {
+        let errors = import(lines).unwrap_err();
+        assert!(
+            errors.len() == 1
+                && errors[0].key == "network_args"
+                && errors[0]
+                    .message
+                    .starts_with("conv_dim=0: aitk's LoKr of whole matrices"),
+            "{lines}: {errors:?}"
+        );
+    }
+    for lines in [
+        "network_args = [\"algo=lokr\", \"conv_dim=0\"]",
+        "network_args = [\"algo=lokr\", \"full_matrix=True\"]",
+        "network_args = [\"algo=loha\", \"conv_dim=0\"]",
+    ] {
+        import(lines).unwrap();
+    }
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");
