@@ -30,11 +30,14 @@ struct ReportedSteps {
     steps: Vec<StepMetrics>,
     trainings: usize,
     attempt: Option<AttemptId>,
+    /// The number of all steps of the last training (the metric `steps`), once a step reported it.
+    total: Option<f64>,
 }
 
 impl ReportedSteps {
-    /// Adds a step. One attempt counts upwards, so a smaller number is of the next training of the job, which counts anew. Another attempt
-    /// resumes from a checkpoint and repeats steps, whose old values are dropped.
+    /// Adds a step. One attempt counts upwards, so a smaller number is of the next training of the job, which starts from 1 again. Another
+    /// total is of the next training too, whose first reported step may be a larger one. Another attempt resumes from a checkpoint and
+    /// repeats steps, whose old values are dropped.
     fn add(&mut self, attempt: Option<AttemptId>, step: StepMetrics) {
         let is_same_attempt = attempt == self.attempt && self.trainings > 0;
         self.attempt = attempt;
@@ -43,7 +46,10 @@ impl ReportedSteps {
         if is_same_attempt && falls && step.step == 0 {
             return;
         }
-        if self.trainings == 0 || (is_same_attempt && falls) {
+        let total = step.values.get("steps").copied().filter(|total| total.is_finite());
+        let is_other_total = total.is_some() && self.total.is_some() && total != self.total;
+        self.total = total.or(self.total);
+        if self.trainings == 0 || (is_same_attempt && falls) || is_other_total {
             self.trainings += 1;
             self.steps.clear();
         }
@@ -161,5 +167,28 @@ mod tests {
         );
         // A prediction of memory in the middle of a training.
         assert_eq!(reported(&[("a", &[0, 10, 20, 0, 30])]), (vec![0, 10, 20, 30], 1));
+    }
+
+    /// The first step that the second training reports is above the last step of the first training.
+    #[test]
+    fn a_step_of_another_total_is_of_another_training() {
+        let mut reported = ReportedSteps::default();
+        for (step, total) in [
+            (0, None),
+            (50, Some(50.0)),
+            (0, None),
+            (100, Some(500.0)),
+            (0, None),
+            (200, Some(500.0)),
+        ] {
+            let step = StepMetrics {
+                step,
+                values: total.map(|total| ("steps".to_owned(), total)).into_iter().collect(),
+                ..StepMetrics::default()
+            };
+            reported.add(Some(AttemptId::new("a")), step);
+        }
+        let steps: Vec<u64> = reported.steps.iter().map(|one| one.step).collect();
+        assert_eq!((steps, reported.trainings), (vec![100, 200], 2));
     }
 }
