@@ -51,34 +51,36 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
         ScriptFamily::Sd3 => sd3_parts(import, &mut model),
     }
     base_weights(import, &mut model);
-    let (whole, unet) = (settings.flag("fp8_base"), settings.flag("fp8_base_unet"));
-    if whole || unet {
-        let option = if whole { "fp8_base" } else { "fp8_base_unet" };
-        if settings.text("mixed_precision").unwrap_or("no") == "no" {
-            let message =
-                "contradicts mixed_precision no, in sd-scripts too: set mixed_precision = \"bf16\", or remove it";
-            import.error(option, message);
-        }
-        if !import.script.trains_model() {
-            model.insert("quantize".into(), json!(true));
-            model.insert("qtype".into(), json!("float8"));
-            model.insert("quantize_te".into(), json!(whole && !unet));
-            if whole && !unet {
-                model.insert("qtype_te".into(), json!("float8"));
-            }
-            import.note(
-                option,
-                "aitk's float8 has a scale for each tensor, sd-scripts' has none: results differ a little",
-            );
-        } else {
-            import.error(
-                option,
-                "a model that is trained as a whole cannot have 8-bit weights: remove it",
-            );
-        }
-    }
+    float8(import, &mut model);
     swap(import, &mut model);
     model
+}
+
+/// `fp8_base` and `fp8_base_unet`: 8-bit weights of the model that an adapter is trained for. Other scripts of sd-scripts ignore them.
+fn float8(import: &mut Import<'_>, model: &mut Section) {
+    if !import.script.trains_adapter() {
+        return;
+    }
+    let settings = import.settings;
+    let (whole, unet) = (settings.flag("fp8_base"), settings.flag("fp8_base_unet"));
+    if !whole && !unet {
+        return;
+    }
+    let option = if whole { "fp8_base" } else { "fp8_base_unet" };
+    if settings.text("mixed_precision").unwrap_or("no") == "no" {
+        let message = "contradicts mixed_precision no, in sd-scripts too: set mixed_precision = \"bf16\", or remove it";
+        import.error(option, message);
+    }
+    model.insert("quantize".into(), json!(true));
+    model.insert("qtype".into(), json!("float8"));
+    model.insert("quantize_te".into(), json!(whole && !unet));
+    if whole && !unet {
+        model.insert("qtype_te".into(), json!("float8"));
+    }
+    import.note(
+        option,
+        "aitk's float8 has a scale for each tensor, sd-scripts' has none: results differ a little",
+    );
 }
 
 /// How prompts are read.

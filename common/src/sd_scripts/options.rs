@@ -164,7 +164,7 @@ const TRAINING: &[OptionRow] = &[
     row("mixed_precision", Choice(&["no", "fp16", "bf16"]), "no", ALL, Translated("`train.dtype`")),
     row("full_fp16", Flag, "false", ALL, Translated("a LoRA keeps its weights in float32; a whole model is refused")),
     row("full_bf16", Flag, "false", ALL, Translated("a LoRA keeps its weights in float32; a whole model is trained in bfloat16")),
-    row("fp8_base", Flag, "false", ALL, Translated("`model.quantize`, `qtype: float8`, `quantize_te`")),
+    row("fp8_base", Flag, "false", LORA, Translated("`model.quantize`, `qtype: float8`, `quantize_te`")),
     row("fp8_base_unet", Flag, "false", LORA, Translated("the same without `quantize_te`")),
     row("seed", Whole, "", ALL, Translated("`training_seed`")),
     row("cache_text_encoder_outputs", Flag, "false", UsedBy::NOT_SD, Translated("`train.cache_text_embeddings`; of FLUX.1 and SD3 no influence where a text encoder is trained: sd-scripts caches T5 alone")),

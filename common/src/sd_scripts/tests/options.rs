@@ -236,7 +236,6 @@ const REFUSED_VALUES: &[(&str, &str)] = &[
     ("train_text_encoder", "trains the transformer alone"),
     ("fused_backward_pass", "needs optimizer_type Adafactor"),
     ("full_fp16", "does not train a whole model in float16"),
-    ("fp8_base", "cannot have 8-bit weights"),
     ("cache_text_encoder_outputs", "contradicts the training of a word"),
     (
         "cache_text_encoder_outputs_to_disk",
@@ -281,6 +280,20 @@ fn an_option_of_another_script_is_ignored_with_a_note() {
         keys.contains(&"noise_offset") && keys.contains(&"min_snr_gamma"),
         "{keys:?}"
     );
+    // Only scripts of LoRAs read it, and need a mixed_precision for it.
+    for script in [Script::SdxlTrain, Script::FluxTrain, Script::TrainTextualInversion] {
+        let read = |text: &str| import_in(folder.path(), text, Some(script)).unwrap();
+        let (without, with) = (read(&base(script)), read(&format!("{}fp8_base = true\n", base(script))));
+        assert_eq!(job(&with.yaml), job(&without.yaml), "{}", script.name());
+        let note = format!("ignored: {}.py does not use it", script.name());
+        assert!(
+            with.notes
+                .iter()
+                .any(|found| found.key == "fp8_base" && found.message == note),
+            "{:?}",
+            with.notes
+        );
+    }
 }
 
 /// The loss of `sdxl_train.py`, `fine_tune.py` and of SD3 (`sd3_train_utils.py`).
