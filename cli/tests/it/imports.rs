@@ -191,7 +191,7 @@ fn commands_take_configs_of_sd_scripts_and_say_what_is_wrong_with_them() {
         (
             ["import", "which.toml"].as_slice(),
             1,
-            "aitk run which.toml --script train_network\n",
+            "aitk run which.toml --script train_db\n",
         ),
         (&["import", "none.toml"], 3, "no such file"),
         (&["import", "none.json"], 3, "no such file"),

@@ -162,8 +162,28 @@ pub(super) fn detect(
     directory: &Path,
     has_dataset_config: bool,
 ) -> Result<Script, (&'static str, String)> {
-    let family = family(settings, directory)?;
-    if settings.is_set("token_string") {
+    let adapter = settings.text("network_module").is_some()
+        || settings.is_set("network_dim")
+        || settings.is_set("network_weights")
+        || settings.is_set("network_args");
+    let is_word = settings.is_set("token_string");
+    let family = family(settings, directory).ok_or_else(|| {
+        let [sd, others] = match (is_word, adapter) {
+            (true, _) => ["train_textual_inversion", " or --script sdxl_train_textual_inversion"],
+            (false, true) => [
+                "train_network",
+                ", --script sdxl_train_network or --script flux_train_network",
+            ],
+            (false, false) => ["train_db", ", --script sdxl_train or --script flux_train"],
+        };
+        let message = format!(
+            "neither the options nor the model `{}` say which script this config is for: name it, for example with --script {sd} \
+             (Stable Diffusion 1.x and 2.x){others}",
+            model_of(settings).escape_debug()
+        );
+        ("pretrained_model_name_or_path", message)
+    })?;
+    if is_word {
         return match family {
             ScriptFamily::Sd => Ok(Script::TrainTextualInversion),
             ScriptFamily::Sdxl => Ok(Script::SdxlTrainTextualInversion),
@@ -173,10 +193,6 @@ pub(super) fn detect(
             )),
         };
     }
-    let adapter = settings.text("network_module").is_some()
-        || settings.is_set("network_dim")
-        || settings.is_set("network_weights")
-        || settings.is_set("network_args");
     Ok(match (family, adapter) {
         (ScriptFamily::Sd, true) => Script::TrainNetwork,
         (ScriptFamily::Sdxl, true) => Script::SdxlTrainNetwork,
@@ -213,39 +229,38 @@ pub(super) fn detect(
     })
 }
 
-fn family(settings: &Settings, directory: &Path) -> Result<ScriptFamily, (&'static str, String)> {
+/// The model that a config names; empty for none.
+fn model_of(settings: &Settings) -> &str {
+    settings.text("pretrained_model_name_or_path").unwrap_or_default()
+}
+
+/// The family of models that a config is for, if something says it.
+fn family(settings: &Settings, directory: &Path) -> Option<ScriptFamily> {
     match settings.text("network_module") {
-        Some(module) if module.ends_with("_flux") => return Ok(ScriptFamily::Flux),
-        Some(module) if module.ends_with("_sd3") => return Ok(ScriptFamily::Sd3),
+        Some(module) if module.ends_with("_flux") => return Some(ScriptFamily::Flux),
+        Some(module) if module.ends_with("_sd3") => return Some(ScriptFamily::Sd3),
         _ => {}
     }
     if settings.text("clip_g").is_some() {
-        return Ok(ScriptFamily::Sd3);
+        return Some(ScriptFamily::Sd3);
     }
     if settings.text("ae").is_some() {
-        return Ok(ScriptFamily::Flux);
+        return Some(ScriptFamily::Flux);
     }
-    let model = settings.text("pretrained_model_name_or_path").unwrap_or_default();
+    let model = model_of(settings);
     if let Some(found) = family_of_files(&directory.join(model)) {
-        return Ok(found);
+        return Some(found);
     }
     if settings.flag("v2") {
-        return Ok(ScriptFamily::Sd);
+        return Some(ScriptFamily::Sd);
     }
     if settings.is_set("timestep_sampling") || settings.is_set("discrete_flow_shift") {
-        return Ok(ScriptFamily::Flux);
+        return Some(ScriptFamily::Flux);
     }
     if settings.is_set("training_shift") {
-        return Ok(ScriptFamily::Sd3);
+        return Some(ScriptFamily::Sd3);
     }
-    family_of_name(model).ok_or_else(|| {
-        let message = format!(
-            "neither the options nor the model `{}` say which script this config is for: name it, for example with --script \
-             train_network (Stable Diffusion 1.x and 2.x), --script sdxl_train_network or --script flux_train_network",
-            model.escape_debug()
-        );
-        ("pretrained_model_name_or_path", message)
-    })
+    family_of_name(model)
 }
 
 /// The family of a model on this machine, by its configs and the headers of its files.

@@ -45,6 +45,21 @@ fn a_config_that_may_be_for_several_scripts_is_an_error() {
         (Some(5), "pretrained_model_name_or_path")
     );
     import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+    // The scripts of the hint fit what is trained.
+    for (script, expected) in [
+        (Script::TrainDb, "--script train_db (Stable Diffusion"),
+        (
+            Script::TrainTextualInversion,
+            "--script train_textual_inversion (Stable",
+        ),
+    ] {
+        let text = base(script).replace("sd15", "dreamshaper_8.safetensors");
+        let errors = import_in(folder.path(), &text, None).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].message.contains(expected),
+            "{expected}: {errors:?}"
+        );
+    }
     let text = format!("{}dataset_config = \"data.toml\"\n", base(Script::TrainDb));
     let errors = import_in(folder.path(), &text, None).unwrap_err();
     assert!(errors[0].message.contains("--script train_db"), "{}", errors[0]);
