@@ -34,6 +34,11 @@ impl CountedSubset {
             (ours, theirs) => ours.as_deref() == theirs,
         }
     }
+
+    /// Whether a metadata file for this folder may have images of this subset's file: sd-scripts has each image of a data set once.
+    pub(super) fn shares_images(&self, folder: &Path) -> bool {
+        self.metadata.is_some() && self.folder == folder
+    }
 }
 
 /// The options of buckets.

@@ -68,6 +68,15 @@ pub(super) fn subset_section(
         ));
         return None;
     }
+    if metadata.is_some() && count.subsets.iter().any(|subset| subset.shares_images(&path)) {
+        let message = format!(
+            "another subset of this data set has the folder `{}` too: sd-scripts trains images of both files once, by the last one: put \
+             them into one file",
+            folder.escape_debug()
+        );
+        levels.error("metadata_file", message, &mut import.errors);
+        return None;
+    }
     check_folder(import, levels, folder, &path);
     let mut section = Section::new();
     section.insert("folder_path".into(), json!(folder));

@@ -99,18 +99,31 @@ fn shared_options_that_a_kind_does_not_have_are_ignored() {
 #[test]
 fn subsets_with_metadata_are_the_same_if_their_file_is() {
     let folder = folder();
-    std::fs::copy(folder.path().join("meta.json"), folder.path().join("other.json")).unwrap();
+    std::fs::write(folder.path().join("other.json"), r#"{"1": {"caption": "a cat"}}"#).unwrap();
     let other = METADATA.replace("meta.json", "other.json");
-    let datasets = format!("[[datasets]]\n{METADATA}{other}{METADATA}");
+    let in_other_folder = other.replace("cats", "more_cats");
+    let datasets = format!("[[datasets]]\n{METADATA}{in_other_folder}{METADATA}");
     let process = imported(folder.path(), &datasets, "max_train_epochs = 3\n").unwrap();
     let files: Vec<Option<&str>> = process
         .datasets
         .iter()
         .map(|dataset| dataset.captions_file.as_deref())
         .collect();
-    // Two images in each file.
+    // Two images in the first file, one in the second.
     assert_eq!(files, [Some("meta.json"), Some("other.json")]);
-    assert_eq!(process.train.steps, 12);
+    assert_eq!(process.train.steps, 9);
+
+    // An image of a data set is that of the last file that names it (`register_image` of sd-scripts).
+    let errors = imported(folder.path(), &format!("[[datasets]]\n{METADATA}{other}"), "").unwrap_err();
+    assert!(
+        errors.len() == 1
+            && errors[0].contains("data.toml:7:1: metadata_file: ")
+            && errors[0].contains("put them into one file"),
+        "{errors:?}"
+    );
+    let datasets = format!("[[datasets]]\n{METADATA}[[datasets]]\n{other}");
+    let process = imported(folder.path(), &datasets, "").unwrap();
+    assert_eq!(process.datasets.len(), 2);
 }
 
 /// `DreamBoothDataset` repeats or leaves out regularisation images until they are as many as the others of its data set.
