@@ -211,19 +211,32 @@ impl CertificateRenewer {
     /// Loads the identity that `aitk-worker join` wrote meanwhile. It may expire earlier than the one before it: the coordinator may give
     /// certificates for a shorter time now, or the clock was ahead.
     pub(crate) fn reload(&self) {
-        match WorkerIdentity::read(&self.data_dir) {
-            Ok(Some(read)) => {
-                self.current.send_if_modified(|now| {
-                    let is_other = read != *now;
-                    if is_other {
-                        *now = read;
-                    }
-                    is_other
-                });
+        // The file is read and written under the lock of `current`: an older file must not replace a certificate that is renewed meanwhile.
+        self.current
+            .send_if_modified(|now| match WorkerIdentity::read(&self.data_dir) {
+                Ok(Some(read)) if read != *now => {
+                    *now = read;
+                    true
+                }
+                Ok(_) => false,
+                Err(error) => {
+                    tracing::warn!(%error, "the worker's certificate cannot be read");
+                    false
+                }
+            });
+    }
+
+    /// Writes a renewed identity, and makes it the current one.
+    fn replace(&self, renewed: WorkerIdentity) -> Result<(), JoinError> {
+        let mut written = Ok(());
+        self.current.send_if_modified(|now| {
+            written = renewed.write(&self.data_dir);
+            if written.is_ok() {
+                *now = renewed;
             }
-            Ok(None) => {}
-            Err(error) => tracing::warn!(%error, "the worker's certificate cannot be read"),
-        }
+            written.is_ok()
+        });
+        written
     }
 
     /// Returns a receiver of the current identity and of newer ones.
@@ -250,11 +263,8 @@ impl CertificateRenewer {
                 }
             }
             let renewed = current.renew(&self.server, self.ca_file.as_deref()).await;
-            match renewed.and_then(|renewed| renewed.write(&self.data_dir).map(|()| renewed)) {
-                Ok(renewed) => {
-                    tracing::info!(name = %renewed.name, "the worker's certificate was renewed");
-                    self.current.send_replace(renewed);
-                }
+            match renewed.and_then(|renewed| self.replace(renewed)) {
+                Ok(()) => tracing::info!(name = %current.name, "the worker's certificate was renewed"),
                 Err(error) => {
                     tracing::warn!(%error, "the worker's certificate could not be renewed; trying again");
                     // Retry more often the closer the expiry is.
@@ -269,6 +279,7 @@ impl CertificateRenewer {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     pub(crate) fn identity(certificate: &str, expires_at: u64) -> WorkerIdentity {
         WorkerIdentity {
@@ -319,5 +330,31 @@ pub(crate) mod tests {
             renewer.reload();
             assert!(!current.has_changed().unwrap(), "{certificate}");
         }
+    }
+
+    #[test]
+    fn a_reload_does_not_undo_a_renewal() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = identity("first", 9_000_000);
+        first.write(dir.path()).unwrap();
+        let renewer = CertificateRenewer::new(dir.path().to_owned(), first.server.clone(), None, first);
+        let is_done = AtomicBool::new(false);
+        let mut undone = 0;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(Ordering::Relaxed) {
+                    renewer.reload();
+                    // So that the other thread gets the lock.
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+            });
+            for number in 0..50 {
+                let renewed = identity(&number.to_string(), 9_000_000);
+                let is_replaced = renewer.replace(renewed.clone()).is_ok();
+                undone += usize::from(!is_replaced || *renewer.current.borrow() != renewed);
+            }
+            is_done.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(undone, 0);
     }
 }
