@@ -181,7 +181,9 @@ fn key_positions(text: &str) -> BTreeMap<String, Position> {
     let bytes = text.as_bytes();
     let mut found = BTreeMap::new();
     let (mut depth, mut at) = (0_usize, 0_usize);
-    while let Some(byte) = bytes.get(at).filter(|_| found.len() < MAX_POSITIONS) {
+    // Also equal keys, of which `found` has one: a position takes time by the length of its line.
+    let mut keys = 0;
+    while let Some(byte) = bytes.get(at).filter(|_| keys < MAX_POSITIONS) {
         let start = at;
         at += 1;
         match byte {
@@ -192,6 +194,7 @@ fn key_positions(text: &str) -> BTreeMap<String, Position> {
                 let token = text.get(start..at).filter(|_| is_key);
                 if let Some(key) = token.and_then(|token| serde_json::from_str::<String>(token).ok()) {
                     found.insert(key, lines.position(start));
+                    keys += 1;
                 }
             }
             b'{' | b'[' => depth += 1,
@@ -297,5 +300,17 @@ impl Reader<'_> {
             }
             DeValue::Table(table) => Value::Table(self.table(table, depth)?),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn positions_of_equal_keys_are_limited() {
+        let text = format!("{{{}\"b\": 0}}", "\"a\": 0, ".repeat(MAX_POSITIONS));
+        let found = key_positions(&text);
+        assert_eq!((found.len(), found.contains_key("b")), (1, false));
     }
 }
