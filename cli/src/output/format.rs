@@ -68,7 +68,8 @@ pub fn rfc3339(timestamp: Timestamp) -> String {
 /// Formats a loss or another number of unknown magnitude with four significant digits; below 0.001 and from 10,000 on with two.
 #[must_use]
 pub fn number(value: f64) -> String {
-    let size = value.abs();
+    // Rounding may add a digit: 9.9996 is 10.00.
+    let size: f64 = format!("{:.3e}", value.abs()).parse().unwrap_or(value);
     if !value.is_finite() {
         format!("{value}")
     } else if size == 0.0 {
@@ -346,6 +347,9 @@ mod tests {
         assert_eq!(number(0.001_234_6), "0.001235");
         assert_eq!(number(-0.25), "-0.2500");
         assert_eq!(number(1.0), "1.000");
+        assert_eq!(number(0.999_96), "1.000");
+        assert_eq!(number(9.999_6), "10.00");
+        assert_eq!(number(9_999.96), "1.0e4");
         assert_eq!(number(12.345_6), "12.35");
         assert_eq!(number(1234.567_8), "1235");
         assert_eq!(number(12_345.0), "1.2e4");
