@@ -31,6 +31,8 @@ pub struct JobFollower<'a> {
     cursor: u64,
     stream: Option<EventStream>,
     reconnection: Reconnection,
+    /// The warning about a stream that ended before the job was printed.
+    has_warned_of_ended_stream: bool,
 }
 
 impl<'a> JobFollower<'a> {
@@ -44,6 +46,7 @@ impl<'a> JobFollower<'a> {
             cursor,
             stream: None,
             reconnection: Reconnection::default(),
+            has_warned_of_ended_stream: false,
         }
     }
 
@@ -72,28 +75,30 @@ impl<'a> JobFollower<'a> {
                     self.reconnection.event_received();
                     return Ok(Some(event));
                 }
-                // The stream ended because the job ended or because the coordinator shuts down.
+                // The stream ended because the job ended, because the coordinator shuts down, or because a proxy closed it.
                 Ok(None) => {
                     self.close_stream();
-                    let cause = match self.api.get(self.job.id.as_str()).await {
+                    match self.api.get(self.job.id.as_str()).await {
                         Ok(job) => {
                             self.job = job;
                             if self.job.state.is_ended() {
                                 return Ok(None);
                             }
                             self.reconnection.call_answered();
-                            None
+                            let ended =
+                                "the event stream was closed before the job ended, by the coordinator or a proxy";
+                            // Once: a proxy may close every stream.
+                            let warns = !std::mem::replace(&mut self.has_warned_of_ended_stream, true);
+                            self.wait_before_retry(Failure::new(Exit::Unreachable, ended), warns)
+                                .await?;
                         }
-                        Err(failure) if failure.exit == Exit::Unreachable => Some(failure),
-                        Err(failure) => return Err(failure),
-                    };
-                    self.wait_before_retry(cause).await?;
+                        Err(failure) => self.wait_until_reachable(failure).await?,
+                    }
                 }
-                Err(failure) if failure.exit == Exit::Unreachable => {
+                Err(failure) => {
                     self.close_stream();
-                    self.wait_before_retry(Some(failure)).await?;
+                    self.wait_until_reachable(failure).await?;
                 }
-                Err(failure) => return Err(failure),
             }
         }
     }
@@ -118,22 +123,26 @@ impl<'a> JobFollower<'a> {
         self.reconnection.stream_closed(Instant::now());
     }
 
-    /// Waits before the next attempt. `cause`: why the coordinator is not reachable, if it is not.
-    async fn wait_before_retry(&mut self, cause: Option<Failure>) -> Result<(), Failure> {
-        let was_disconnected = self.reconnection.is_disconnected();
+    /// Waits before the next attempt if the coordinator is unreachable; returns other failures.
+    async fn wait_until_reachable(&mut self, failure: Failure) -> Result<(), Failure> {
+        if failure.exit != Exit::Unreachable {
+            return Err(failure);
+        }
+        let warns = !self.reconnection.is_disconnected();
+        self.wait_before_retry(failure, warns).await
+    }
+
+    /// Waits before the next attempt. `cause`: why there is no event stream. `warns`: whether it is printed.
+    async fn wait_before_retry(&mut self, cause: Failure, warns: bool) -> Result<(), Failure> {
         let Some(delay) = self.reconnection.next_delay(Instant::now()) else {
-            let failure =
-                cause.unwrap_or_else(|| Failure::new(Exit::Unreachable, "the coordinator closes every event stream"));
-            return Err(failure.hint(format!(
+            return Err(cause.hint(format!(
                 "the job continues; to follow it again: aitk watch {}",
                 self.job.id
             )));
         };
-        if let Some(failure) = cause
-            && !was_disconnected
-        {
+        if warns {
             self.ui
-                .warn(&format!("{failure}; reconnecting; the job itself continues"));
+                .warn(&format!("{cause}; reconnecting; the job itself continues"));
         }
         tokio::time::sleep(delay).await;
         Ok(())

@@ -204,6 +204,25 @@ async fn a_broken_stream_continues_where_it_stopped() {
     assert!(err(&output).contains("reconnecting"), "{}", err(&output));
 }
 
+/// As a proxy may do with every stream.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_warning_says_that_streams_are_closed_before_the_job_ends() {
+    let fake = fake(vec![job("j1", "ada", JobState::Running)]);
+    let state = fake.0.clone();
+    tokio::spawn(async move {
+        let calls = || state.lock().unwrap().event_calls.len();
+        while calls() < 3 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        state.lock().unwrap().jobs = vec![job("j1", "ada", JobState::Completed)];
+    });
+    let output = run_aitk(&fake, &["watch", "j1"]).await;
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    let said = err(&output);
+    let warning = "warning: the event stream was closed before the job ended";
+    assert_eq!(said.matches(warning).count(), 1, "{said}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn logs_can_be_limited_and_streams_are_json_lines() {
     let jobs = vec![job("j1", "ada", JobState::Completed)];
