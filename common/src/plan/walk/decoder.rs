@@ -1,5 +1,5 @@
 //! The steps of a language model that generates texts, as `engine/src/models/causal_lm`, and of the loss of its training
-//! (`engine/src/training/token_loss.rs`).
+//! (`kernels/src/nn/token_loss.rs`).
 
 use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
