@@ -98,7 +98,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
         indicator.set_message(item.name.rsplit('/').next().unwrap_or(&item.name));
         let (path, hash, bytes) = (item.path.clone(), item.hash, item.bytes);
         let check = tokio::task::spawn_blocking(move || check_existing(&path, hash, bytes));
-        let Some(checked) = unless_interrupted(interrupted.as_mut(), check).await else {
+        let Some(checked) = run_until_interrupted(interrupted.as_mut(), check).await else {
             drop(indicator);
             return stopped();
         };
@@ -124,7 +124,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
             indicator.set(done, total);
         };
         let download = Box::pin(fetch(&api, item.hash, item.bytes, &item.path, progress));
-        let Some(fetched) = unless_interrupted(interrupted.as_mut(), download).await else {
+        let Some(fetched) = run_until_interrupted(interrupted.as_mut(), download).await else {
             drop(indicator);
             return stopped();
         };
@@ -153,8 +153,8 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     Ok(Exit::Ok)
 }
 
-/// The output of `work`. `None`: it is dropped, because `interrupted` was complete before it.
-async fn unless_interrupted<T>(interrupted: Pin<&mut impl Future>, work: impl Future<Output = T>) -> Option<T> {
+/// Returns the output of `work`. `None`: it is dropped, because `interrupted` was complete before it.
+async fn run_until_interrupted<T>(interrupted: Pin<&mut impl Future>, work: impl Future<Output = T>) -> Option<T> {
     tokio::select! {
         biased;
         _ = interrupted => None,
@@ -243,9 +243,9 @@ mod tests {
     async fn an_interruption_between_two_files_is_noticed() {
         let (send, receive) = tokio::sync::oneshot::channel();
         let mut interrupted = pin!(receive);
-        assert_eq!(unless_interrupted(interrupted.as_mut(), async { 1 }).await, Some(1));
+        assert_eq!(run_until_interrupted(interrupted.as_mut(), async { 1 }).await, Some(1));
         send.send(()).unwrap();
-        assert_eq!(unless_interrupted(interrupted.as_mut(), async { 2 }).await, None);
+        assert_eq!(run_until_interrupted(interrupted.as_mut(), async { 2 }).await, None);
     }
 
     #[test]

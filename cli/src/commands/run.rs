@@ -187,7 +187,7 @@ pub async fn run_embedded(
                 if result.signal == Some(result.exit) {
                     ui.notice(match resumes {
                         true => "stopped; run the same command again to resume",
-                        false => "stopped; the same command begins anew",
+                        false => "stopped; the same command starts from the beginning",
                     });
                 }
                 result
@@ -209,7 +209,7 @@ pub async fn run_embedded(
         if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
             options.notify.job_ended(ui, job).await;
         }
-        let last_exit = exit_by_signal(exit, result.signal, ready.len());
+        let last_exit = determine_last_exit(exit, result.signal, ready.len());
         results.push(result);
         if exit == Exit::Killed {
             local.kill().await;
@@ -281,7 +281,7 @@ fn resumes(process: &Process) -> bool {
 
 /// The exit code with which no further config runs after one with this exit code, and this signal while it ran. `None`: the next of the
 /// `remaining` ones runs, or its own code is that of the command.
-fn exit_by_signal(exit: Exit, signal: Option<Exit>, remaining: usize) -> Option<Exit> {
+fn determine_last_exit(exit: Exit, signal: Option<Exit>, remaining: usize) -> Option<Exit> {
     match (exit, signal) {
         (Exit::Interrupted | Exit::Terminated, _) => Some(exit),
         // The signal came when the job had nothing left to do but to save.
@@ -547,16 +547,16 @@ mod tests {
     #[test]
     fn no_config_starts_after_a_signal_also_when_the_job_completed() {
         assert_eq!(
-            exit_by_signal(Exit::Ok, Some(Exit::Interrupted), 1),
+            determine_last_exit(Exit::Ok, Some(Exit::Interrupted), 1),
             Some(Exit::Interrupted)
         );
         // It was the last one: all is done.
-        assert_eq!(exit_by_signal(Exit::Ok, Some(Exit::Interrupted), 0), None);
+        assert_eq!(determine_last_exit(Exit::Ok, Some(Exit::Interrupted), 0), None);
         for stopped in [Exit::Interrupted, Exit::Terminated] {
-            assert_eq!(exit_by_signal(stopped, Some(stopped), 1), Some(stopped));
+            assert_eq!(determine_last_exit(stopped, Some(stopped), 1), Some(stopped));
         }
         for exit in [Exit::Ok, Exit::Failed] {
-            assert_eq!(exit_by_signal(exit, None, 1), None);
+            assert_eq!(determine_last_exit(exit, None, 1), None);
         }
     }
 

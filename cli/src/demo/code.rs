@@ -42,7 +42,7 @@ const MAX_TOKENIZER_BYTES: u64 = 4 << 20;
 /// Steps whose losses are averaged for the end of the curve.
 const LAST_STEPS: usize = 20;
 
-/// Runs the demo. Interrupted, it continues when it is run again with the same arguments; complete, it begins anew.
+/// Runs the demo. Interrupted, it continues when it is run again with the same arguments; complete, it starts from the beginning.
 ///
 /// # Errors
 /// When the folder cannot be written, `--data` has no Rust files, or as [`run_embedded`].
@@ -333,7 +333,7 @@ mod tests {
         std::fs::write(other.join("a.rs"), "fn a() {}\nfn b() {}\n").unwrap();
         folder.prepare(Some(&other)).unwrap();
         assert!(!checkpoint.exists());
-        // One that is complete begins anew. A training under another name, whose config the user made of the demo's, stays.
+        // One that is complete starts from the beginning. A training under another name, whose config the user made of the demo's, stays.
         let renamed = folder.path.join("output/my_own/my_own");
         fsutil::create_dir_all(&renamed).unwrap();
         fsutil::create_dir_all(&folder.run_folder().join(NAME)).unwrap();

@@ -477,9 +477,9 @@ impl TrainerProcess {
         let why = if doubles && splits {
             "cannot be used together with `short_and_long_captions_encoder_split`"
         } else if self.encodes_captions_first() {
-            "cannot be used together with `cache_text_embeddings` or `unload_text_encoder`, in ai-toolkit neither"
+            "cannot be used together with `cache_text_embeddings` or `unload_text_encoder`; it does not work in ai-toolkit either"
         } else if train.diff_output_preservation {
-            "cannot be used together with `diff_output_preservation`, in ai-toolkit neither"
+            "cannot be used together with `diff_output_preservation`; it does not work in ai-toolkit either"
         } else if self.kind.is_slider() {
             "cannot be used in a slider, whose prompts are its own"
         } else {

@@ -148,10 +148,11 @@ fn excluded_of_train(
     guidance: GuidanceType,
 ) -> impl Iterator<Item = (&'static str, &'static str)> {
     let refuses_cfg = !matches!(guidance, GuidanceType::Direct | GuidanceType::TargetedFlow);
-    let cfg = "cannot be used with `unconditional_path` and this `guidance_type`, in ai-toolkit neither";
+    let cfg =
+        "cannot be used with `unconditional_path` and this `guidance_type`; it does not work in ai-toolkit either";
     let text = "cannot be used with `unconditional_path`: in ai-toolkit the text encoder learns nothing from image pairs, whose captions \
                 are encoded without gradients; set it to false";
-    let short = "cannot be used with `unconditional_path`, in ai-toolkit neither";
+    let short = "cannot be used with `unconditional_path`; it does not work in ai-toolkit either";
     let other =
         "cannot be used with `unconditional_path`: an image and its pair have the same noise at the same timestep";
     [

@@ -92,7 +92,7 @@ section! {
         /// transformers of 16.
         resolutions: Vec<ImageSize> = vec![ImageSize(512, 512)], Works;
         /// Neutral prompts, one per line.
-        prompt_file: Option<String> = None, Ignored("no loss uses neutral prompts, in ai-toolkit neither"), input PromptFile;
+        prompt_file: Option<String> = None, Ignored("no loss uses neutral prompts, also in ai-toolkit"), input PromptFile;
         /// Cache of encoded prompts.
         prompt_tensors: Option<String> = None, Ignored("prompts are encoded when the training starts");
         /// Train all parts of a pair in each step: two directions, each from two sides. Otherwise one part.

@@ -20,7 +20,7 @@ pub(super) fn without_metadata(import: &mut Import<'_>, levels: &Levels<'_>, fol
         return Some(Vec::new());
     };
     if levels.number("validation_split") > 0.0 {
-        let message = "sd-scripts divides no data set with a metadata_file: remove one of them";
+        let message = "sd-scripts does not divide a data set with a metadata_file: remove one of them";
         levels.error("validation_split", message, &mut import.errors);
         return None;
     }
@@ -79,7 +79,7 @@ pub(super) fn hold_out(
         return Some(Vec::new());
     }
     if DatasetKind::of(levels.0[0]) == DatasetKind::Masks {
-        let message = "sd-scripts divides no data set with masks (conditioning_data_dir): remove one of them";
+        let message = "sd-scripts does not divide a data set with masks (conditioning_data_dir): remove one of them";
         levels.error("validation_split", message, &mut import.errors);
         return None;
     }

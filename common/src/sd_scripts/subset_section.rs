@@ -317,7 +317,7 @@ fn crops_and_caches(import: &mut Import<'_>, levels: &Levels<'_>, kind: DatasetK
         if kind == DatasetKind::Masks {
             levels.error(
                 "random_crop",
-                "sd-scripts crops no images with masks (conditioning_data_dir) at random: remove one of them",
+                "sd-scripts does not crop images with masks (conditioning_data_dir) at random: remove one of them",
                 &mut import.errors,
             );
         }

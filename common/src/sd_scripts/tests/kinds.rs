@@ -44,11 +44,11 @@ fn subsets_of_a_data_set_are_of_one_kind() {
         ),
         (
             format!("[[datasets]]\nrandom_crop = true\nenable_bucket = true\n{MASKS}"),
-            "random_crop: sd-scripts crops no images with masks",
+            "random_crop: sd-scripts does not crop images with masks",
         ),
         (
             format!("[[datasets]]\nvalidation_split = 0.5\n{MASKS}"),
-            "validation_split: sd-scripts divides no data set with masks",
+            "validation_split: sd-scripts does not divide a data set with masks",
         ),
     ] {
         let errors = imported(folder.path(), &datasets, "masked_loss = true\n").unwrap_err();

@@ -13,8 +13,8 @@ thread_local! {
 /// What reports the panics of a process.
 type PanicHook = Box<dyn Fn(&PanicHookInfo<'_>) + Send + Sync>;
 
-/// Reports the panics that are not contained.
-fn unless_contained(report: PanicHook) -> PanicHook {
+/// Returns a hook that calls `report` for the panics that are not contained.
+fn skip_contained_panics(report: PanicHook) -> PanicHook {
     Box::new(move |panic| {
         if !IS_CONTAINED.get() {
             report(panic);
@@ -26,7 +26,7 @@ fn unless_contained(report: PanicHook) -> PanicHook {
 /// error.
 pub(super) fn contained<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     static HOOK: Once = Once::new();
-    HOOK.call_once(|| set_hook(unless_contained(take_hook())));
+    HOOK.call_once(|| set_hook(skip_contained_panics(take_hook())));
     let before = IS_CONTAINED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(read));
     IS_CONTAINED.set(before);
@@ -54,7 +54,7 @@ mod tests {
         // Afterwards no other thread replaces what reports panics.
         assert_eq!(contained(|| Ok(3)), Ok(3));
         let report = take_hook();
-        set_hook(unless_contained(Box::new(move |panic| {
+        set_hook(skip_contained_panics(Box::new(move |panic| {
             REPORTED.set(REPORTED.get() + 1);
             report(panic);
         })));
