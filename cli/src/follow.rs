@@ -91,6 +91,8 @@ impl<'a> JobFollower<'a> {
                             let warns = !std::mem::replace(&mut self.has_warned_of_ended_stream, true);
                             self.wait_before_retry(Failure::new(Exit::Unreachable, ended), warns)
                                 .await?;
+                            // If the coordinator is unreachable next, that is another outage, with its own warning.
+                            self.reconnection.call_answered();
                         }
                         Err(failure) => self.wait_until_reachable(failure).await?,
                     }
