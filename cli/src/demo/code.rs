@@ -339,13 +339,13 @@ mod tests {
         fsutil::create_dir_all(&folder.run_folder().join(NAME)).unwrap();
         folder.prepare(Some(&other)).unwrap();
         assert!(!folder.run_folder().exists() && renamed.exists());
-        // So does a config that was changed.
+        // So does a config that was changed, beside the one for the files of before.
         let config = folder.path.join("train.yaml");
         let edited = std::fs::read_to_string(&config).unwrap() + "# mine\n";
         std::fs::write(&config, &edited).unwrap();
         folder.prepare(Some(&other)).unwrap();
         assert_eq!(
-            std::fs::read_to_string(folder.path.join("train.yaml.old")).unwrap(),
+            std::fs::read_to_string(folder.path.join("train.yaml.old2")).unwrap(),
             edited
         );
     }

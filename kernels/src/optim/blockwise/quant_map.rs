@@ -98,7 +98,10 @@ impl DecadeLines {
 
 /// A table of 256 values, with an index to find the nearest one.
 pub(crate) struct QuantMap {
+    // Processors without the vectors of x86-64 look values up by bounds alone.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub(super) signed: bool,
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub(super) lines: DecadeLines,
     pub(super) values: [f32; 256],
     /// The greatest number that is nearest to each value; the last bound is infinite.
