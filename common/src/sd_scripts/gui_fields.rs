@@ -1,9 +1,62 @@
 //! The fields of a preset of the kohya GUI, and the options that they become.
 
 use super::document::{Entry, Position, Table, Value, finding};
-use super::gui::NETWORK;
 use super::settings::shortened;
 use crate::job::Finding;
+
+/// Fields that decide the network: `network_module` and `network_args`.
+pub(super) const NETWORK: &[&str] = &[
+    "LoRA_type",
+    "LyCORIS_preset",
+    "block_alphas",
+    "block_dims",
+    "block_lr_zero_threshold",
+    "bypass_mode",
+    "constrain",
+    "conv_alpha",
+    "conv_alphas",
+    "conv_block_alphas",
+    "conv_block_dims",
+    "conv_dim",
+    "conv_dims",
+    "decompose_both",
+    "dora_wd",
+    "down_lr_weight",
+    "enable_all_linear",
+    "factor",
+    "ggpo_beta",
+    "ggpo_sigma",
+    "img_attn_dim",
+    "img_mlp_dim",
+    "img_mod_dim",
+    "in_dims",
+    "loraplus_lr_ratio",
+    "loraplus_text_encoder_lr_ratio",
+    "loraplus_unet_lr_ratio",
+    "mid_lr_weight",
+    "module_dropout",
+    "rank_dropout",
+    "rank_dropout_scale",
+    "rescaled",
+    "single_dim",
+    "single_mod_dim",
+    "split_qkv",
+    "train_blocks",
+    "train_double_block_indices",
+    "train_lora_ggpo",
+    "train_norm",
+    "train_on_input",
+    "train_single_block_indices",
+    "train_t5xxl",
+    "txt_attn_dim",
+    "txt_mlp_dim",
+    "txt_mod_dim",
+    "unit",
+    "up_lr_weight",
+    "use_cp",
+    "use_scalar",
+    "use_tucker",
+];
 
 /// Switches that become no option.
 const SWITCHES: &[&str] = &[

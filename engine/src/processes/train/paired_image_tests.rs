@@ -115,7 +115,7 @@ fn pairs_train_in_portable_mode_and_without_checkpointing_too() {
 fn flow_models_train_on_pairs_and_other_data_sets_beside_them() {
     let train = |guidance: Option<GuidanceType>| {
         let dir = tempfile::tempdir().unwrap();
-        let mut process = flow_trainer(dir.path(), ArchName::Flux, &fixtures().join("tiny_flux"), 3);
+        let mut process = flow_trainer(dir.path(), ArchName::Flux, &fixtures().join("tiny_flux"), 8);
         let usual = process.datasets[0].clone();
         if let Some(guidance) = guidance {
             add_pairs(&mut process, dir.path(), guidance);
