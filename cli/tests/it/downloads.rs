@@ -11,7 +11,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-const BYTES: usize = 12 << 20;
+/// Of this, several times what the client receives before the program reads it (2 MiB, which are lost where the connection breaks meanwhile).
+const BYTES: usize = 32 << 20;
 
 /// A TCP proxy to the coordinator. Each connection breaks after `max_bytes_per_connection` bytes from the coordinator.
 struct FlakyProxy {
@@ -91,7 +92,7 @@ async fn a_broken_download_continues_where_it_stopped() {
     upload.send(&direct, &ui).await.unwrap();
 
     // Within one command: the connection breaks after two thirds, and the rest is downloaded.
-    let line = FlakyProxy::to(coordinator.addr, 8 << 20).await;
+    let line = FlakyProxy::to(coordinator.addr, 20 << 20).await;
     let api = Api::connect(&line.url, &coordinator.token, None).await.unwrap();
     let target = folder.path().join("got/one.bin");
     let mut steps = Vec::new();
@@ -106,7 +107,7 @@ async fn a_broken_download_continues_where_it_stopped() {
     assert!(received < (BYTES + (BYTES >> 1)) as u64, "{received} bytes for {BYTES}");
 
     // Across two commands: the first gives up, and the second continues with its data.
-    let line = FlakyProxy::to(coordinator.addr, 2 << 20).await;
+    let line = FlakyProxy::to(coordinator.addr, 6 << 20).await;
     let api = Api::connect(&line.url, &coordinator.token, None).await.unwrap();
     let target = folder.path().join("got/two.bin");
     let broken = fetch(&api, hash, BYTES as u64, &target, |_| {}).await.unwrap_err();
