@@ -65,7 +65,7 @@ impl AdapterHandle {
         Arc::new(Self {
             multiplier: Multiplier::new(multiplier),
             dropout_seed: Mutex::new(None),
-            pass: PassKey::new(),
+            pass: PassKey::unique(),
         })
     }
 

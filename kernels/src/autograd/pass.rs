@@ -22,7 +22,7 @@ pub struct PassKey(u64);
 
 impl PassKey {
     /// A new key.
-    pub fn new() -> Self {
+    pub fn unique() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn values_belong_to_their_pass() {
-        let (one, other) = (PassKey::new(), PassKey::new());
+        let (one, other) = (PassKey::unique(), PassKey::new());
         assert_eq!(one.get::<f64>(), None);
         let inner = one.with(1.0, || {
             assert_eq!(other.get::<f64>(), None);
