@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn values_belong_to_their_pass() {
-        let (one, other) = (PassKey::unique(), PassKey::new());
+        let (one, other) = (PassKey::unique(), PassKey::unique());
         assert_eq!(one.get::<f64>(), None);
         let inner = one.with(1.0, || {
             assert_eq!(other.get::<f64>(), None);

@@ -90,7 +90,7 @@ impl Run<'_> {
             let images = predict(&noisy_images, training("dropout", strength))?;
             match (paired_strength(guidance, strength), &paired.base) {
                 // At strength 0 there is no adapter.
-                (Some(strength), Some(base)) if strength == 0.0 => paired.loss(&images, Some(base)),
+                (Some(0.0), Some(base)) => paired.loss(&images, Some(base)),
                 (Some(strength), _) => {
                     let pairs = predict(&noisy_pairs, training("pair-dropout", strength))?;
                     paired.loss(&images, Some(&pairs))
