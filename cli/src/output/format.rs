@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(number(9.999_6), "10.00");
         assert_eq!(number(9_999.96), "1.0e4");
         assert_eq!(number(12.345_6), "12.35");
-        assert_eq!(number(1234.567_8), "1235");
+        assert_eq!(number(1_234.567_8), "1235");
         assert_eq!(number(12_345.0), "1.2e4");
         assert_eq!(number(0.000_1), "1.0e-4");
         assert_eq!(number(0.0), "0");
