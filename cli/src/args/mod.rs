@@ -95,8 +95,8 @@ pub enum Command {
     #[command(
         long_about = "Run configs on this machine, without a server.\n\nReplaces `python run.py CONFIG…` of \
                      ai-toolkit: same folders and file names under training_folder/name. Run the same command again \
-                     to resume a training; other jobs begin anew. The first Ctrl-C saves and \
-                  stops (exit code 130), a second one kills (137)."
+                     to resume a training; other jobs start from the beginning. The first Ctrl-C saves \
+                     and stops (exit code 130), a second one kills (137)."
     )]
     Run(RunArgs),
     /// Submit a config to a coordinator and print the job's id
