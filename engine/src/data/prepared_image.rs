@@ -2,7 +2,7 @@
 
 use super::augment::{AugmentedImage, SpatialChange};
 use super::bucket::draw_square;
-use super::dataset::DatasetOptions;
+use super::dataset_options::DatasetOptions;
 use super::pixels::{load_image, to_pixels};
 use super::training_image::TrainingImage;
 use crate::error::Result;

@@ -2,7 +2,9 @@
 
 use super::bucket::BucketPlan;
 use super::controls::ControlOptions;
-use super::dataset::{DatasetOptions, DatasetScan, check_options, flip_variants, plan_item};
+use super::dataset::{flip_variants, plan_item};
+use super::dataset_options::{DatasetOptions, check_options};
+use super::dataset_scan::DatasetScan;
 use super::discover::is_controls_folder;
 use super::masks::check_mask_file;
 use crate::error::{EngineError, Result};

@@ -1,7 +1,7 @@
 //! Tests of data sets, caches and batches.
 
 use super::*;
-use crate::data::dataset::DatasetOptions;
+use crate::data::DatasetOptions;
 use candle_core::{Device, Tensor};
 use std::path::Path;
 
