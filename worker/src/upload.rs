@@ -31,8 +31,6 @@ const COMMIT_RETRY_DELAY: Duration = Duration::from_secs(2);
 /// Delays between retries of a failed upload; each is twice the one before.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
-/// How long the end of a job waits for a result that the coordinator refuses. Shorter than for storage errors, because a refusal may stay.
-const REFUSAL_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Items read ahead, to find those that later ones supersede.
 const BACKLOG_CAPACITY: usize = 256;
 
@@ -51,46 +49,8 @@ pub(crate) enum ResultItem {
 enum UploadError {
     /// Storage is full or unreachable: the job goes on, and the upload is retried.
     Retryable(StorageError),
-    /// The coordinator refused it with this message, for example because it could not reach its storage: the job goes on, and the result is
-    /// uploaded and announced again. If the coordinator did not want it any more, it would have fenced the attempt.
-    Refused(String),
     /// The attempt fails with this outcome.
     Fatal(Outcome),
-}
-
-impl UploadError {
-    /// How long the end of the job waits for the result.
-    fn end_timeout(&self, configured: Duration) -> Duration {
-        match self {
-            Self::Refused(_) => configured.min(REFUSAL_TIMEOUT),
-            Self::Retryable(_) | Self::Fatal(_) => configured,
-        }
-    }
-
-    /// The outcome of the attempt when the result is not tried again; `None` if the attempt does not need it.
-    fn into_outcome(self, item: &ResultItem) -> Option<Outcome> {
-        match self {
-            Self::Fatal(outcome) => Some(outcome),
-            Self::Retryable(error) => Some(storage_failure(&format!("could not store {}", item.name()), &error)),
-            // Without its last checkpoint a job is still complete.
-            Self::Refused(_) if matches!(item, ResultItem::Checkpoint { .. }) => None,
-            // A job must not count as complete without its files. Another attempt makes them again.
-            Self::Refused(message) => Some(Outcome::Failed {
-                cause: FailureCause::Storage,
-                message: format!("{} was not accepted: {message}", item.name()),
-            }),
-        }
-    }
-}
-
-impl std::fmt::Display for UploadError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Retryable(error) => write!(f, "{error}"),
-            Self::Refused(message) => write!(f, "the coordinator refused it: {message}"),
-            Self::Fatal(outcome) => write!(f, "{outcome:?}"),
-        }
-    }
 }
 
 impl From<Outcome> for UploadError {
@@ -121,32 +81,24 @@ pub(crate) async fn run(
         }
         pins.mark_settled();
     };
-    let settle_item = |item: &ResultItem| {
-        if let ResultItem::Checkpoint { step, .. } = item {
-            context.uncommitted.remove_pending(reporter.attempt(), *step);
-        }
-        settle(item.pinned());
-    };
     while let Some(item) = next_item(&mut queue, &mut backlog, &settle).await {
         match upload_item(context, reporter, trace, local, &item).await {
             Ok(()) => {
                 if retry_delay.reset() {
-                    reporter.log("info", "results are stored again".to_owned()).await;
+                    reporter
+                        .log("info", "object storage accepts results again".to_owned())
+                        .await;
                 }
-                settle_item(&item);
+                if let ResultItem::Checkpoint { step, .. } = item {
+                    context.uncommitted.remove_pending(reporter.attempt(), step);
+                }
+                settle(item.pinned());
             }
             Err(UploadError::Fatal(outcome)) => return Err(outcome),
-            Err(error) => {
+            Err(UploadError::Retryable(error)) => {
                 let has_job_ended = queue.is_closed() && queue.is_empty();
-                let timeout = error.end_timeout(context.end_timeout);
-                let Some(delay) = retry_delay.next_delay(has_job_ended, timeout) else {
-                    let warning = format!("{} could not be stored: {error}", item.name());
-                    if let Some(outcome) = error.into_outcome(&item) {
-                        return Err(outcome);
-                    }
-                    reporter.log("warn", warning).await;
-                    settle_item(&item);
-                    continue;
+                let Some(delay) = retry_delay.next_delay(has_job_ended, context.end_timeout) else {
+                    return Err(storage_failure(&format!("could not store {}", item.name()), &error));
                 };
                 let goes_on = if has_job_ended {
                     "the job ends when it is stored"
@@ -247,12 +199,12 @@ async fn upload_item(
             }
             Ok(())
         }
-        ResultItem::Artifact { artifact, .. } if local => announce(reporter, artifact.clone()).await,
+        ResultItem::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
         ResultItem::Checkpoint { .. } if local => Ok(()),
         ResultItem::Artifact { artifact, pinned } => {
             let timeout = TRY_TIMEOUT.min(context.storage_timeout);
             let artifact = upload_file(context, artifact.clone(), pinned, timeout).await?;
-            announce(reporter, artifact).await
+            Ok(announce(reporter, artifact).await?)
         }
         ResultItem::Checkpoint { pinned, step } => commit_checkpoint(context, reporter, trace, pinned, *step).await,
     }
@@ -335,13 +287,18 @@ async fn upload_file(
 /// Announces a file to the coordinator.
 ///
 /// # Errors
-/// If the coordinator does not accept it, for example because it cannot see the bytes in storage.
-async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), UploadError> {
+/// If the coordinator does not accept it, for example because it cannot see the bytes in storage: a job must not
+/// count as complete without its results. Another attempt makes them again.
+async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), Outcome> {
+    let name = artifact.name.clone();
     let answer = reporter.request(Request::ArtifactReady(artifact)).await;
     if answer.accepted {
         return Ok(());
     }
-    Err(UploadError::Refused(answer.message))
+    Err(Outcome::Failed {
+        cause: FailureCause::Storage,
+        message: format!("the file {name} was not accepted: {}", answer.message),
+    })
 }
 
 async fn commit_checkpoint(
@@ -368,7 +325,12 @@ async fn commit_checkpoint(
     let answer = request_commit(reporter, manifest, step).await;
     if !answer.accepted {
         commit_span.set_error(answer.message.as_str());
-        return Err(UploadError::Refused(answer.message));
+        reporter
+            .log(
+                "warn",
+                format!("the checkpoint of step {step} was not committed: {}", answer.message),
+            )
+            .await;
     }
     Ok(())
 }
@@ -407,9 +369,6 @@ pub(crate) fn stored_artifact(artifact: Artifact, hash: ContentHash, bytes: u64)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::FromAttempt;
-    use aitk_common::control_plane::AttemptRef;
-    use aitk_common::id::{AttemptId, Epoch};
     use std::sync::atomic::{AtomicU64, Ordering};
 
     fn artifact(name: &str) -> ResultItem {
@@ -467,49 +426,6 @@ mod tests {
         }
         assert_eq!(got, ["2", "-a", "b"]);
         assert_eq!(superseded.into_inner(), 3);
-    }
-
-    #[tokio::test]
-    async fn a_refused_file_is_announced_again() {
-        let held = AttemptRef {
-            attempt: AttemptId::new("j1-0-1"),
-            epoch: Epoch(1),
-        };
-        let (session, mut requests) = mpsc::channel(1);
-        let reporter = Reporter::new(held, session);
-        let coordinator = async {
-            for accepted in [false, true] {
-                let Some(FromAttempt::Request { reply, .. }) = requests.recv().await else {
-                    panic!("a request");
-                };
-                let message = "storage took too long".to_owned();
-                reply.send(Answer { accepted, message }).unwrap();
-            }
-        };
-        let ResultItem::Artifact { artifact: file, .. } = artifact("a") else {
-            panic!("a file");
-        };
-        let announced = async {
-            (
-                announce(&reporter, file.clone()).await,
-                announce(&reporter, file.clone()).await,
-            )
-        };
-        let ((refused, accepted), ()) = tokio::join!(announced, coordinator);
-        let Err(error @ UploadError::Refused(_)) = refused else {
-            panic!("the attempt goes on");
-        };
-        assert!(accepted.is_ok());
-        // The end of the job does not wait for it forever, and fails without it.
-        assert_eq!(error.end_timeout(Duration::MAX), REFUSAL_TIMEOUT);
-        assert_eq!(error.end_timeout(Duration::ZERO), Duration::ZERO);
-        let Some(Outcome::Failed { cause, message }) = error.into_outcome(&artifact("a")) else {
-            panic!("a failure");
-        };
-        assert_eq!(cause, FailureCause::Storage);
-        assert_eq!(message, "the file a was not accepted: storage took too long");
-        let checkpoint_refused = UploadError::Refused("an earlier step".to_owned());
-        assert!(checkpoint_refused.into_outcome(&checkpoint(3)).is_none());
     }
 
     #[tokio::test]
