@@ -275,6 +275,11 @@ impl EmbeddedCluster {
         self.failure = Some(failure.clone());
         failure
     }
+
+    /// Whether [`Self::failed`] has returned: nothing can run here any more.
+    pub fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
 }
 
 /// The failure of a coordinator that does not start. Its own message about TLS is for the options of `aitk-coordinator`.

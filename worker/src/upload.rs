@@ -26,8 +26,12 @@ use tokio::time::Instant;
 pub(crate) const QUEUE_CAPACITY: usize = 32;
 /// How long an upload is retried before the user gets a warning and newer results are considered.
 const TRY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Delay before the first of three retries of a refused commit; it doubles.
-const COMMIT_RETRY_DELAY: Duration = Duration::from_secs(2);
+/// Delay before a refused request is sent again; it doubles.
+const REFUSAL_RETRY_DELAY: Duration = Duration::from_secs(2);
+/// How often a commit is asked for: 14 seconds of delays.
+const COMMIT_TRIES: u32 = 4;
+/// How often a file is announced: 62 seconds of delays. Without it the attempt fails.
+const ANNOUNCEMENT_TRIES: u32 = 6;
 /// Delays between retries of a failed upload; each is twice the one before.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
@@ -199,12 +203,14 @@ async fn upload_item(
             }
             Ok(())
         }
-        ResultItem::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
+        ResultItem::Artifact { artifact, .. } if local => {
+            Ok(announce(reporter, artifact.clone(), REFUSAL_RETRY_DELAY).await?)
+        }
         ResultItem::Checkpoint { .. } if local => Ok(()),
         ResultItem::Artifact { artifact, pinned } => {
             let timeout = TRY_TIMEOUT.min(context.storage_timeout);
             let artifact = upload_file(context, artifact.clone(), pinned, timeout).await?;
-            Ok(announce(reporter, artifact).await?)
+            Ok(announce(reporter, artifact, REFUSAL_RETRY_DELAY).await?)
         }
         ResultItem::Checkpoint { pinned, step } => commit_checkpoint(context, reporter, trace, pinned, *step).await,
     }
@@ -287,11 +293,12 @@ async fn upload_file(
 /// Announces a file to the coordinator.
 ///
 /// # Errors
-/// If the coordinator does not accept it, for example because it cannot see the bytes in storage: a job must not
+/// If the coordinator does not accept it after [`ANNOUNCEMENT_TRIES`], for example because it cannot see the bytes in storage: a job must not
 /// count as complete without its results. Another attempt makes them again.
-async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), Outcome> {
+async fn announce(reporter: &Reporter, artifact: Artifact, first_delay: Duration) -> Result<(), Outcome> {
     let name = artifact.name.clone();
-    let answer = reporter.request(Request::ArtifactReady(artifact)).await;
+    let request = || Request::ArtifactReady(artifact.clone());
+    let answer = request_until_accepted(reporter, request, ANNOUNCEMENT_TRIES, first_delay).await;
     if answer.accepted {
         return Ok(());
     }
@@ -335,13 +342,25 @@ async fn commit_checkpoint(
     Ok(())
 }
 
-/// Asks the coordinator to commit an uploaded checkpoint. A refusal may be a temporary storage error, so the request
-/// is repeated: this may be the only checkpoint.
+/// Asks the coordinator to commit an uploaded checkpoint, which may be the only one.
 pub(crate) async fn request_commit(reporter: &Reporter, manifest: ContentHash, step: u64) -> Answer {
-    let mut delay = COMMIT_RETRY_DELAY;
+    let request = || Request::Commit { manifest, step };
+    request_until_accepted(reporter, request, COMMIT_TRIES, REFUSAL_RETRY_DELAY).await
+}
+
+/// Repeats a request that is refused, because the coordinator may not reach its storage for a time. The delay doubles after each try. The
+/// number of tries is small: other results wait behind this one, and a refusal may be for good.
+async fn request_until_accepted(
+    reporter: &Reporter,
+    request: impl Fn() -> Request,
+    tries: u32,
+    first_delay: Duration,
+) -> Answer {
+    let (mut delay, mut left) = (first_delay, tries);
     loop {
-        let answer = reporter.request(Request::Commit { manifest, step }).await;
-        if answer.accepted || delay > COMMIT_RETRY_DELAY * 4 {
+        let answer = reporter.request(request()).await;
+        left -= 1;
+        if answer.accepted || left == 0 {
             return answer;
         }
         tokio::time::sleep(delay).await;
@@ -369,6 +388,9 @@ pub(crate) fn stored_artifact(artifact: Artifact, hash: ContentHash, bytes: u64)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::session::FromAttempt;
+    use aitk_common::control_plane::AttemptRef;
+    use aitk_common::id::{AttemptId, Epoch};
     use std::sync::atomic::{AtomicU64, Ordering};
 
     fn artifact(name: &str) -> ResultItem {
@@ -392,6 +414,44 @@ mod tests {
             pinned: PathBuf::from("/nowhere"),
             step,
         }
+    }
+
+    /// Announces a file to a coordinator that refuses it this many times. The result, and how many announcements there were.
+    async fn announced(refusals: u32) -> (Result<(), Outcome>, u32) {
+        let held = AttemptRef {
+            attempt: AttemptId::new("j1-0-1"),
+            epoch: Epoch(1),
+        };
+        let (session, mut requests) = mpsc::channel(1);
+        let reporter = Reporter::new(held, session);
+        let coordinator = async move {
+            let mut count = 0;
+            while let Some(FromAttempt::Request { reply, .. }) = requests.recv().await {
+                count += 1;
+                let (accepted, message) = (count > refusals, "storage took too long".to_owned());
+                reply.send(Answer { accepted, message }).unwrap();
+            }
+            count
+        };
+        let worker = async move {
+            let ResultItem::Artifact { artifact: file, .. } = artifact("a") else {
+                panic!("a file");
+            };
+            announce(&reporter, file, Duration::ZERO).await
+        };
+        tokio::join!(worker, coordinator)
+    }
+
+    #[tokio::test]
+    async fn a_file_that_is_refused_for_a_time_is_announced_again() {
+        assert!(matches!(announced(2).await, (Ok(()), 3)));
+        let (refused, count) = announced(u32::MAX).await;
+        assert_eq!(count, ANNOUNCEMENT_TRIES);
+        let Err(Outcome::Failed { cause, message }) = refused else {
+            panic!("a file that is never accepted ends the attempt");
+        };
+        assert_eq!(cause, FailureCause::Storage);
+        assert_eq!(message, "the file a was not accepted: storage took too long");
     }
 
     #[tokio::test]

@@ -223,6 +223,12 @@ pub async fn run_embedded(
             shut_down(local, &mut signals).await;
             return Ok(RunReport { results, exit });
         }
+        if local.has_failed() {
+            for (path, ..) in ready {
+                ui.warn(&format!("{} was not run", path.display()));
+            }
+            break;
+        }
         if exit != Exit::Ok && !options.recover {
             break;
         }

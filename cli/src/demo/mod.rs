@@ -102,7 +102,7 @@ pub(crate) fn extract(folder: &Path) -> Result<(), Failure> {
 }
 
 /// Writes model, data set and config into `folder`, and returns the path of the config. The results of an earlier demo
-/// are removed; a config that the user changed, and trainings under other names, stay.
+/// are removed, and its model and data set written again; a config that differs from the new one, and trainings under other names, stay.
 fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
     refuse_other_folder(folder, MARK, "aitk demo")?;
     let config = folder.join(CONFIG);

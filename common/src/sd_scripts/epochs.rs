@@ -35,9 +35,16 @@ impl CountedSubset {
         }
     }
 
-    /// Whether a metadata file for this folder may have images of this subset's file: sd-scripts has each image of a data set once.
-    pub(super) fn shares_images(&self, folder: &Path) -> bool {
-        self.metadata.is_some() && self.folder == folder
+    /// An image that this subset's metadata file and another one for the folder both have; `excluded` are the images that the other lacks.
+    /// sd-scripts has each image of a data set once.
+    pub(super) fn shared_image(&self, folder: &Path, excluded: &[PathBuf]) -> Option<PathBuf> {
+        if self.metadata.is_none() || self.folder != folder {
+            return None;
+        }
+        let images = Folder::read(folder)?.images;
+        images
+            .into_iter()
+            .find(|image| !self.excluded.contains(image) && !excluded.contains(image))
     }
 }
 

@@ -68,15 +68,6 @@ pub(super) fn subset_section(
         ));
         return None;
     }
-    if metadata.is_some() && count.subsets.iter().any(|subset| subset.shares_images(&path)) {
-        let message = format!(
-            "another subset of this data set has the folder `{}` too: sd-scripts trains images of both files once, by the last one: put \
-             them into one file",
-            folder.escape_debug()
-        );
-        levels.error("metadata_file", message, &mut import.errors);
-        return None;
-    }
     check_folder(import, levels, folder, &path);
     let mut section = Section::new();
     section.insert("folder_path".into(), json!(folder));
@@ -123,6 +114,15 @@ pub(super) fn subset_section(
         true => without_metadata(import, levels, &path)?,
         false => hold_out(import, levels, (folder, &path), batch_size, held_out, &mut section)?,
     };
+    let mut others = count.subsets.iter();
+    if let Some(image) = others.find_map(|subset| metadata.and(subset.shared_image(&path, &excluded))) {
+        let message = format!(
+            "another subset of this data set has `{}` too: sd-scripts trains such images once, by the last file: remove them from one file",
+            image.display().to_string().escape_debug()
+        );
+        levels.error("metadata_file", message, &mut import.errors);
+        return None;
+    }
     size?;
     count.subsets.push(CountedSubset {
         folder: path,

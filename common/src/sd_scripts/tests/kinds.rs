@@ -118,7 +118,7 @@ fn subsets_with_metadata_are_the_same_if_their_file_is() {
     assert!(
         errors.len() == 1
             && errors[0].contains("data.toml:7:1: metadata_file: ")
-            && errors[0].contains("put them into one file"),
+            && errors[0].contains("remove them from one file"),
         "{errors:?}"
     );
     let datasets = format!("[[datasets]]\n{METADATA}[[datasets]]\n{other}");

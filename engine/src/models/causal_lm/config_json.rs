@@ -36,13 +36,9 @@ struct GenerationJson {
 #[serde(default)]
 struct GptBigCodeJson {
     vocab_size: usize,
-    #[serde(alias = "max_position_embeddings")]
     n_positions: usize,
-    #[serde(alias = "hidden_size")]
     n_embd: usize,
-    #[serde(alias = "num_hidden_layers")]
     n_layer: usize,
-    #[serde(alias = "num_attention_heads")]
     n_head: usize,
     n_inner: Option<usize>,
     activation_function: String,
@@ -168,7 +164,7 @@ impl CausalLmConfig {
             kv_heads: value.get("num_key_value_heads").is_some_and(Value::is_null),
         };
         let mut config = match family {
-            CausalLmFamily::GptBigCode => gpt_bigcode(config::from_value(value)?)?,
+            CausalLmFamily::GptBigCode => gpt_bigcode(config::from_value(with_short_names(value))?)?,
             _ => rotary(family, config::from_value(value)?, nulls)?,
         };
         if nulls.eos_token_ids {
@@ -178,6 +174,25 @@ impl CausalLmConfig {
         config.eos_token_ids.retain(|id| (*id as usize) < config.vocab_size);
         Ok(config)
     }
+}
+
+/// The config with the short names of `gpt_bigcode` for keys that have the long ones of other models (`attribute_map` of transformers).
+fn with_short_names(mut value: Value) -> Value {
+    if let Some(keys) = value.as_object_mut() {
+        for (short, long) in [
+            ("n_positions", "max_position_embeddings"),
+            ("n_embd", "hidden_size"),
+            ("n_layer", "num_hidden_layers"),
+            ("n_head", "num_attention_heads"),
+        ] {
+            if keys.get(short).is_none_or(Value::is_null)
+                && let Some(found) = keys.remove(long)
+            {
+                keys.insert(short.into(), found);
+            }
+        }
+    }
+    value
 }
 
 fn gpt_bigcode(json: GptBigCodeJson) -> std::result::Result<CausalLmConfig, String> {

@@ -444,6 +444,10 @@ fn other_names_and_empty_sections_of_a_config_are_read_as_transformers_reads_the
         keys.insert(new.into(), value);
     }
     assert_eq!(read(&renamed), read(&plain));
+    // Files may have both.
+    let mut both = plain.clone();
+    both["hidden_size"] = plain["n_embd"].clone();
+    assert_eq!(read(&both), read(&plain));
 
     let mut scaled = models["llama"]["config"].clone();
     scaled["rope_parameters"] = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0});

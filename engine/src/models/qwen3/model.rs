@@ -50,9 +50,11 @@ pub struct Qwen3Config {
 pub struct RopeParameters {
     /// The base of the wavelengths.
     pub rope_theta: Option<f64>,
-    /// `default`: the positions are not scaled. Older files say `type`.
-    #[serde(alias = "type")]
+    /// `default`: the positions are not scaled.
     pub rope_type: Option<String>,
+    /// An older name of `rope_type`; many files have both.
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
 }
 
 impl Default for Qwen3Config {
@@ -101,7 +103,7 @@ impl Qwen3Config {
     fn unsupported(&self) -> Option<String> {
         let scaled = [&self.rope_parameters, &self.rope_scaling].into_iter().flatten();
         let scaled = scaled
-            .filter_map(|rope| rope.rope_type.as_deref())
+            .filter_map(|rope| rope.rope_type.as_deref().or(rope.kind.as_deref()))
             .find(|kind| *kind != "default");
         if let Some(kind) = scaled {
             return Some(format!(

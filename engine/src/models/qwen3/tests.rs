@@ -165,6 +165,13 @@ fn configs_of_other_models_are_refused() {
         5e3
     );
     assert_eq!(theta("{}"), 1e4);
+    // transformers 4 writes the older name too.
+    for scaling in [r#"{"type": "yarn"}"#, r#"{"rope_type": "yarn", "type": "yarn"}"#] {
+        let scaling: RopeParameters = serde_json::from_str(scaling).unwrap();
+        assert!(refused(&|c| c.rope_scaling = Some(scaling.clone()), 0).contains("yarn"));
+    }
+    let plain = r#"{"rope_scaling": {"rope_type": "default", "type": "default"}}"#;
+    assert!(serde_json::from_str::<Qwen3Config>(plain).is_ok());
 }
 
 in_portable_mode! {
