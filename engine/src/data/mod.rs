@@ -19,6 +19,7 @@ mod discover;
 mod excluded;
 mod half;
 mod image_statistics;
+mod item_plan;
 mod latent_cache;
 mod masks;
 mod pixels;

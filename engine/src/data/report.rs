@@ -2,10 +2,10 @@
 
 use super::bucket::BucketPlan;
 use super::controls::ControlOptions;
-use super::dataset::{flip_variants, plan_item};
 use super::dataset_options::{DatasetOptions, check_options};
 use super::dataset_scan::DatasetScan;
 use super::discover::is_controls_folder;
+use super::item_plan::{flip_variants, plan_item};
 use super::masks::check_mask_file;
 use crate::error::{EngineError, Result};
 use crate::image_io;

@@ -99,7 +99,7 @@ fn shared_options_that_a_kind_does_not_have_are_ignored() {
 #[test]
 fn subsets_with_metadata_are_the_same_if_their_file_is() {
     let folder = folder();
-    std::fs::write(folder.path().join("other.json"), r#"{"1": {"caption": "a cat"}}"#).unwrap();
+    std::fs::write(folder.path().join("other.json"), r#"{"3": {"caption": "a cat"}}"#).unwrap();
     let other = METADATA.replace("meta.json", "other.json");
     let in_other_folder = other.replace("cats", "more_cats");
     let datasets = format!("[[datasets]]\n{METADATA}{in_other_folder}{METADATA}");
@@ -123,6 +123,9 @@ fn subsets_with_metadata_are_the_same_if_their_file_is() {
     );
     let datasets = format!("[[datasets]]\n{METADATA}[[datasets]]\n{other}");
     let process = imported(folder.path(), &datasets, "").unwrap();
+    assert_eq!(process.datasets.len(), 2);
+    std::fs::write(folder.path().join("other.json"), r#"{"1": {"caption": "a cat"}}"#).unwrap();
+    let process = imported(folder.path(), &format!("[[datasets]]\n{METADATA}{other}"), "").unwrap();
     assert_eq!(process.datasets.len(), 2);
 }
 
