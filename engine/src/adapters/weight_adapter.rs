@@ -22,11 +22,11 @@ pub trait WeightAdapter: LayerAdapter {
     }
 }
 
-/// The product of an input with a weight of a layer of this kind, both float32.
-pub(super) fn product(kind: LayerKind, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+/// The product of an input with a weight of a layer of this kind, plus a bias [out], all in one dtype.
+pub(super) fn product(kind: LayerKind, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     match kind {
-        LayerKind::Linear => linear(x, weight, None),
-        LayerKind::Conv { stride, padding } => conv2d(x, weight, None, stride, padding),
+        LayerKind::Linear => linear(x, weight, bias),
+        LayerKind::Conv { stride, padding } => conv2d(x, weight, bias, stride, padding),
     }
 }
 
@@ -42,11 +42,7 @@ pub(super) fn add_product(
     let dtype = output.dtype();
     let (x, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
     let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
-    let added = match kind {
-        LayerKind::Linear => linear(&x, &weight, bias.as_ref()),
-        LayerKind::Conv { stride, padding } => conv2d(&x, &weight, bias.as_ref(), stride, padding),
-    };
-    crate::nn::add(output, &added?)
+    crate::nn::add(output, &product(kind, &x, &weight, bias.as_ref())?)
 }
 
 /// The axis of a layer's output that has its channels.

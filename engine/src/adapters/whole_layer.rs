@@ -9,8 +9,8 @@ use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::NamedLayers;
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
-use super::weight_adapter::{WeightAdapter, add_product, tracked_if};
-use crate::nn::{BaseLayer, LayerAdapter, LayerKind, conv2d, linear};
+use super::weight_adapter::{WeightAdapter, add_product, product, tracked_if};
+use crate::nn::{BaseLayer, LayerAdapter};
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
 use candle_core::{DType, Result, Tensor, Var};
@@ -82,10 +82,7 @@ impl LayerAdapter for WholeLayer {
         let dtype = x.dtype();
         let weight = weight.to_dtype(dtype)?;
         let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
-        Ok(Some(match layer.kind {
-            LayerKind::Linear => linear(x, &weight, bias.as_ref())?,
-            LayerKind::Conv { stride, padding } => conv2d(x, &weight, bias.as_ref(), stride, padding)?,
-        }))
+        product(layer.kind, x, &weight, bias.as_ref()).map(Some)
     }
 }
 

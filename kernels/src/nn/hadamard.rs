@@ -2,7 +2,7 @@
 
 use super::tensors::matmul;
 use crate::autograd::{Input, Operation, apply};
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 
 /// `(a[0] b[0]) * (a[1] b[1]) * scale`, element by element: a [2, m, rank] and b [2, rank, n] -> [m, n]. All tracked inputs get
 /// gradients.
@@ -10,11 +10,23 @@ use candle_core::{Result, Shape, Tensor};
 /// # Errors
 /// When the shapes do not match.
 pub fn hadamard_of_products(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
-    apply([a, b], HadamardOfProducts { scale })
+    apply([a, b], HadamardOfProducts { scale, base: None })
+}
+
+/// `base` plus [`hadamard_of_products`]: base with m rows, m n elements and any dtype, which gets no gradient -> the shape of base, in
+/// `dtype`. The sum is made in float32.
+///
+/// # Errors
+/// When the shapes do not match.
+pub fn add_hadamard_of_products(base: &Tensor, a: &Tensor, b: &Tensor, scale: f64, dtype: DType) -> Result<Tensor> {
+    let base = Some((base.detach(), dtype));
+    apply([a, b], HadamardOfProducts { scale, base })
 }
 
 struct HadamardOfProducts {
     scale: f64,
+    /// What is added, and the dtype of the sum.
+    base: Option<(Tensor, DType)>,
 }
 
 impl Operation<2> for HadamardOfProducts {
@@ -38,18 +50,26 @@ impl Operation<2> for HadamardOfProducts {
     }
 
     fn forward_tensors(&self, [a, b]: [&Tensor; 2]) -> Result<Tensor> {
-        let [first, second] = [matmul(&a.get(0)?, &b.get(0)?)?, matmul(&a.get(1)?, &b.get(1)?)?];
+        // The scale goes to a factor, which is smaller than the product.
+        let first = matmul(&(a.get(0)? * self.scale)?, &b.get(0)?)?;
+        let second = matmul(&a.get(1)?, &b.get(1)?)?;
         let product = (&first * &second)?;
         drop((first, second));
-        product * self.scale
+        match &self.base {
+            None => Ok(product),
+            Some((base, dtype)) => {
+                let sum = (base.to_dtype(product.dtype())? + product.reshape(base.shape())?)?;
+                sum.to_dtype(*dtype)
+            }
+        }
     }
 
     fn backward_tensors(&self, [a, b]: [&Input; 2], gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (a, b) = (a.tensor()?, b.tensor()?);
-        let gradient = (gradient * self.scale)?;
+        let gradient = gradient.to_dtype(a.dtype())?.reshape((a.dim(1)?, b.dim(2)?))?;
         let mut gradients = [Vec::with_capacity(2), Vec::with_capacity(2)];
         for (own, other) in [(0, 1), (1, 0)] {
-            let of_product = (matmul(&a.get(other)?, &b.get(other)?)? * &gradient)?;
+            let of_product = (matmul(&(a.get(other)? * self.scale)?, &b.get(other)?)? * &gradient)?;
             let transposed = |t: &Tensor| t.get(own)?.t()?.contiguous();
             gradients[0].push(matmul(&of_product, &transposed(b)?)?);
             gradients[1].push(matmul(&transposed(a)?, &of_product)?);

@@ -44,7 +44,7 @@ pub use conv2d::{Conv2d, conv2d};
 pub use conv3d::conv3d;
 pub use embedding::Embedding;
 pub use forward_layer::forward_layer;
-pub use hadamard::hadamard_of_products;
+pub use hadamard::{add_hadamard_of_products, hadamard_of_products};
 pub use kron::kron;
 pub use linear::linear_with_weight;
 pub use linear::{Linear, linear};

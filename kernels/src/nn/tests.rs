@@ -322,6 +322,27 @@ fn products_are_multiplied_element_by_element() {
     let forward = |x: &[Tensor]| hadamard_of_products(&x[0], &x[1], 0.7).unwrap();
     close(&forward(&inputs), &expected, 1e-6);
     check_gradients(&inputs, forward);
+
+    let base = random(3, &[5, 7, 1, 1]);
+    let forward = |x: &[Tensor]| add_hadamard_of_products(&base, &x[0], &x[1], 0.7, DType::F32).unwrap();
+    let expected = (&base + expected.reshape(base.shape()).unwrap()).unwrap();
+    close(&forward(&inputs), &expected, 1e-6);
+    check_gradients(&inputs, forward);
+    // The sum of a 16-bit weight is rounded once.
+    let narrow = base.to_dtype(DType::BF16).unwrap();
+    let sum = add_hadamard_of_products(&narrow, &inputs[0], &inputs[1], 0.7, DType::BF16).unwrap();
+    let expected = add_hadamard_of_products(&narrow, &inputs[0], &inputs[1], 0.7, DType::F32).unwrap();
+    let expected = expected.to_dtype(DType::BF16).unwrap();
+    assert_eq!(sum.dims(), base.dims());
+    let numbers = |t: &Tensor| {
+        t.to_dtype(DType::F32)
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap()
+    };
+    assert_eq!(numbers(&sum), numbers(&expected));
 }
 
 #[test]

@@ -1,7 +1,8 @@
-//! A layer whose change is a tensor in the shape of its weight, as `engine/src/adapters/difference.rs` and `engine/src/adapters/loha`:
-//! the layer, the product of the input with the change in the compute dtype, and their sum.
+//! A layer whose change is a tensor in the shape of its weight, as `engine/src/adapters/difference.rs`: the layer, the product of the input
+//! with the change in the compute dtype, and their sum. The change of `engine/src/adapters/loha` is added to the weight, so that there is
+//! one product.
 
-use super::layers::{Adapter, AdapterForm, Layer};
+use super::layers::{Adapter, Layer, Unpacking};
 use super::meter::Shaped;
 use super::tape::Walk;
 use super::tensors::ConvSizes;
@@ -22,6 +23,22 @@ struct Applied {
 }
 
 impl Applied {
+    fn new(layer: &Layer, x: &Shaped, is_linear: bool) -> Self {
+        Self {
+            x_dims: x.dims,
+            output: Walk::sizes_of(layer, x, is_linear).output,
+            weights: layer.elements(),
+            kernel: layer.kernel,
+            stride: layer.stride,
+            is_linear,
+        }
+    }
+
+    /// How often the tensor is read: tokens, or pixels of the result.
+    fn rows(&self) -> f64 {
+        self.outputs() / self.output[if self.is_linear { 2 } else { 1 }]
+    }
+
     fn inputs(&self) -> f64 {
         self.x_dims.iter().product()
     }
@@ -41,120 +58,131 @@ impl Applied {
     }
 }
 
-/// What the backward pass needs besides the input.
-#[expect(dead_code, reason = "only its drop matters")]
-struct Kept {
-    change: Option<Shaped>,
-    narrow: Option<Shaped>,
-}
-
 impl Walk {
-    pub(super) fn layer_with_dense(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer_with_difference(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
         let base = Layer {
             adapter: None,
             ..layer.clone()
         };
         let y = self.layer(&base, x, is_linear);
-        let product = Self::sizes_of(layer, x, is_linear);
-        let applied = Applied {
-            x_dims: x.dims,
-            output: product.output,
-            weights: layer.elements(),
-            kernel: layer.kernel,
-            stride: layer.stride,
-            is_linear,
-        };
+        let applied = Applied::new(layer, x, is_linear);
         let recording = self.is_recording();
-        let is_hadamard = adapter.form == AdapterForm::Hadamard;
-        let change = is_hadamard.then(|| self.hadamard(&applied));
-        self.meter.multiply(product.rows * layer.elements());
         // In half precision, the change in the compute dtype.
         let narrow = self.backend.is_half().then(|| self.numbers(applied.weights));
-        let product = match is_linear || self.backend.is_cpu() {
-            true => self.product_of(applied.inputs(), applied.weights, applied.outputs()),
-            false => self.convolution(&applied.conv(), false),
-        };
-        let has_bias = layer.bias && !is_hadamard;
-        let added = match has_bias && !self.backend.is_cpu() && !self.backend.has_cuda_kernels() {
-            true => {
-                let with_bias = self.numbers(applied.outputs());
-                drop(product);
-                with_bias
-            }
-            false => product,
-        };
+        let added = self.dense_product(layer, &applied);
         let sum = self.tensor(applied.output, recording);
         drop(added);
         if recording {
-            let rank = is_hadamard.then_some(adapter.rank);
-            let bias = has_bias.then_some(layer.outputs);
-            self.record_dense(applied, layer, (x, &y, &sum), (rank, bias), Kept { change, narrow });
+            let (y_id, y_tracked) = (y.id, y.tracked);
+            let (trained, bias) = (layer.trained_id(0), layer.bias.then(|| layer.trained_id(BIAS)));
+            let (saved, outputs) = (x.clone(), layer.outputs);
+            self.record_step(&sum, move |walk, gradient| {
+                let (d_weight, mut gradients) = walk.dense_gradients(&applied, saved);
+                gradients.extend(bias.map(|id| (id, walk.floats(outputs))));
+                // The gradient in float32.
+                let wide = walk.widened(applied.weights);
+                gradients.push((trained, wide.unwrap_or(d_weight)));
+                if y_tracked {
+                    gradients.push((y_id, gradient));
+                }
+                drop(narrow);
+                gradients
+            });
         }
         sum
     }
 
-    /// The change of a LoHa: two products, and their product before and after it is scaled.
-    fn hadamard(&self, a: &Applied) -> Shaped {
+    /// A layer whose weight a LoHa changes.
+    pub(super) fn layer_with_hadamard(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
+        let applied = Applied::new(layer, x, is_linear);
+        let recording = self.is_recording();
+        let unpacked = (layer.unpacking != Unpacking::None).then(|| self.numbers(applied.weights));
+        let weight = self.with_hadamard(&applied);
+        drop(unpacked);
+        let product = self.dense_product(layer, &applied);
+        let y = Shaped {
+            tracked: recording,
+            ..self.view(&product, applied.output, true)
+        };
+        drop(product);
+        if recording {
+            let saved = x.clone();
+            let trained = [0, 1].map(|which| layer.trained_id(which));
+            let factors = [layer.outputs, layer.fan_in()].map(|side| 2.0 * adapter.rank * side);
+            self.record_step(&y, move |walk, gradient| {
+                let (d_weight, mut gradients) = walk.dense_gradients(&applied, saved);
+                drop((weight, gradient));
+                let wide = walk.widened(applied.weights);
+                // For each factor the other product, and its product with the gradient.
+                let others = [0; 2].map(|_| walk.floats(applied.weights));
+                drop(others);
+                gradients.extend(
+                    trained
+                        .into_iter()
+                        .zip(factors)
+                        .map(|(id, elements)| (id, walk.floats(elements))),
+                );
+                drop((wide, d_weight));
+                gradients
+            });
+        }
+        y
+    }
+
+    /// The sum of a weight and of the change of a LoHa: two products, their product, and the sum in float32 and in the compute dtype.
+    fn with_hadamard(&self, a: &Applied) -> Shaped {
         let products = [0; 2].map(|_| self.floats(a.weights));
         let product = self.floats(a.weights);
         drop(products);
-        let scaled = self.floats(a.weights);
+        let base = self.widened(a.weights);
+        let sum = self.floats(a.weights);
+        drop(base);
+        let sum = match self.backend.is_half() {
+            true => {
+                let narrow = self.numbers(a.weights);
+                drop(sum);
+                narrow
+            }
+            false => sum,
+        };
         drop(product);
-        scaled
+        sum
     }
 
-    fn record_dense(
-        &self,
-        a: Applied,
-        layer: &Layer,
-        (x, y, sum): (&Shaped, &Shaped, &Shaped),
-        (rank, bias): (Option<f64>, Option<f64>),
-        kept: Kept,
-    ) {
-        let (saved, y_id, y_tracked) = (x.clone(), y.id, y.tracked);
-        let (trained, bias_id) = ([0, 1].map(|which| layer.trained_id(which)), layer.trained_id(BIAS));
-        let (outputs, columns) = (layer.outputs, layer.fan_in());
-        self.record_step(sum, move |walk, gradient| {
-            let rows = a.outputs() / a.output[if a.is_linear { 2 } else { 1 }];
-            walk.meter.multiply(2.0 * rows * a.weights);
-            let is_cpu = walk.backend.is_cpu();
-            let d_weight = match a.is_linear || is_cpu {
-                true => walk.product_of(a.outputs(), a.inputs(), a.weights),
-                false => walk.convolution_weight_gradient(&a.conv(), false),
+    /// The product of an input with a tensor in the shape of the weight, and with the bias.
+    fn dense_product(&self, layer: &Layer, a: &Applied) -> Shaped {
+        self.meter.multiply(a.rows() * a.weights);
+        let (is_linear, backend) = (a.is_linear, &self.backend);
+        let product = match is_linear || backend.is_cpu() {
+            true => self.product_of(a.inputs(), a.weights, a.outputs()),
+            false => self.convolution(&a.conv(), false),
+        };
+        match layer.bias && !backend.is_cpu() && !backend.has_cuda_kernels() {
+            true => {
+                let with_bias = self.numbers(a.outputs());
+                drop(product);
+                with_bias
+            }
+            false => product,
+        }
+    }
+
+    /// The gradient of the tensor that the input was multiplied with, in the compute dtype, and that of the input.
+    fn dense_gradients(&self, a: &Applied, x: Shaped) -> (Shaped, Vec<(u64, Shaped)>) {
+        self.meter.multiply(2.0 * a.rows() * a.weights);
+        let is_product = a.is_linear || self.backend.is_cpu();
+        let d_weight = match is_product {
+            true => self.product_of(a.outputs(), a.inputs(), a.weights),
+            false => self.convolution_weight_gradient(&a.conv(), false),
+        };
+        let mut gradients = Vec::new();
+        if x.tracked {
+            let dx = match is_product {
+                true => self.product_of(a.outputs(), a.weights, a.inputs()),
+                false => self.convolution_input_gradient(&a.conv(), false),
             };
-            let mut gradients = Vec::new();
-            if saved.tracked {
-                let dx = match a.is_linear || is_cpu {
-                    true => walk.product_of(a.outputs(), a.weights, a.inputs()),
-                    false => walk.convolution_input_gradient(&a.conv(), false),
-                };
-                gradients.push((saved.id, walk.view(&dx, saved.dims, true)));
-            }
-            drop(saved);
-            if let Some(outputs) = bias {
-                gradients.push((bias_id, walk.floats(outputs)));
-            }
-            // The gradient in float32.
-            let d_weight = match walk.backend.is_half() {
-                true => walk.floats(a.weights),
-                false => d_weight,
-            };
-            match rank {
-                None => gradients.push((trained[0], d_weight)),
-                Some(rank) => {
-                    // The scaled gradient, and for each factor the other product and its product with that.
-                    let others = [0; 3].map(|_| walk.floats(a.weights));
-                    drop(others);
-                    gradients.push((trained[0], walk.floats(2.0 * rank * outputs)));
-                    gradients.push((trained[1], walk.floats(2.0 * rank * columns)));
-                    drop(d_weight);
-                }
-            }
-            if y_tracked {
-                gradients.push((y_id, gradient));
-            }
-            drop(kept);
-            gradients
-        });
+            gradients.push((x.id, self.view(&dx, x.dims, true)));
+        }
+        (d_weight, gradients)
     }
 }

@@ -190,9 +190,8 @@ impl Walk {
                 AdapterForm::LowRank { .. } => {}
                 AdapterForm::Kron(kron) => return self.layer_with_kron(layer, kron, &x, is_linear),
                 AdapterForm::Magnitude => return self.layer_with_magnitude(layer, adapter, &x, is_linear),
-                AdapterForm::Hadamard | AdapterForm::Difference => {
-                    return self.layer_with_dense(layer, adapter, &x, is_linear);
-                }
+                AdapterForm::Hadamard => return self.layer_with_hadamard(layer, adapter, &x, is_linear),
+                AdapterForm::Difference => return self.layer_with_difference(layer, &x, is_linear),
             }
         }
         let product = Self::sizes_of(layer, &x, is_linear);

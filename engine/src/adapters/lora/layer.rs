@@ -132,13 +132,13 @@ impl LayerAdapter for LoraLayer {
             LayerKind::Conv { .. } => LayerKind::Conv { stride: 1, padding: 0 },
         };
         let mut h = match &self.mid {
-            None => product(layer.kind, &x, &down)?,
-            Some(mid) => product(layer.kind, &product(pointwise, &x, &down)?, mid)?,
+            None => product(layer.kind, &x, &down, None)?,
+            Some(mid) => product(layer.kind, &product(pointwise, &x, &down, None)?, mid, None)?,
         };
         if let Some(seed) = dropout_seed {
             h = self.drop_from(h, layer.kind, &seed)?;
         }
-        let change = (product(pointwise, &h, &up)? * strength)?;
+        let change = (product(pointwise, &h, &up, None)? * strength)?;
         let change = change.to_dtype(output.dtype())?;
         nn::add(&output, &change)
     }
