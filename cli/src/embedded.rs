@@ -137,6 +137,8 @@ pub struct SharedWorkerOptions {
     pub require_sandbox: bool,
     /// Repositories for which jobs may use this machine's Hugging Face token.
     pub hub_allow: Vec<String>,
+    /// The largest model that is downloaded from Hugging Face, in bytes.
+    pub largest_model: u64,
     /// The folder with the users' own Hugging Face tokens.
     pub hub_secrets: Option<PathBuf>,
 }
@@ -182,6 +184,7 @@ impl EmbeddedCluster {
                 // Only a server runs other users' jobs.
                 if let Some(shared_worker) = shared_worker {
                     config.require_sandbox = shared_worker.require_sandbox;
+                    config.largest_model = shared_worker.largest_model;
                     (config.hub_allow, config.hub_secrets) = (shared_worker.hub_allow, shared_worker.hub_secrets);
                     let (limits, control_groups) = aitk_worker::runner::detect_control_groups();
                     config.control_groups = control_groups;

@@ -235,7 +235,8 @@ pub enum FailureCause {
     /// The worker ended the attempt for a reason unrelated to the job. Not counted as a failure of the job.
     Interrupted,
     /// The job's own doing: the program of its extension hung or crashed, or it made no progress for as long as its own
-    /// `progress_timeout`, which is shorter than the worker's. Retried, and never counted against the device.
+    /// `progress_timeout`, which is shorter than the worker's, or its model is larger than the worker downloads. Retried, and never counted
+    /// against the device.
     Job,
     /// A cause that only a newer version of the peer knows.
     Unknown,

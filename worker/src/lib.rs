@@ -119,6 +119,8 @@ pub struct Config {
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of other users may use this worker's
     /// token (`HF_TOKEN`, or that of `hf auth login`). Jobs that run in place may always use it.
     pub hub_allow: Vec<String>,
+    /// The largest model that is downloaded from Hugging Face for a job of another user, in bytes. Jobs that run in place have no limit.
+    pub largest_model: u64,
     /// A folder with Hugging Face tokens of the cluster's users, in files `USER/NAME` that only the owner can read. A
     /// job may name a token of its own user (`cluster.hub_token`). `None`: no job may.
     pub hub_secrets: Option<PathBuf>,
@@ -160,6 +162,7 @@ impl Config {
             end_timeout: Duration::from_secs(24 * 3600),
             traces: Traces::default(),
             hub_allow: Vec::new(),
+            largest_model: stage::hub::DEFAULT_LARGEST_MODEL,
             hub_secrets: None,
             allow_extensions: Vec::new(),
         }
@@ -258,7 +261,11 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
             config.verify_cache_after,
         ),
         derived: stage::derived::DerivedCaches::new(data_folder.derived(), config.derived_quota),
-        hub: stage::hub::Hub::from_environment(config.hub_folder.unwrap_or_else(|| data_folder.hub()), allow_list),
+        hub: stage::hub::Hub::from_environment(
+            config.hub_folder.unwrap_or_else(|| data_folder.hub()),
+            allow_list,
+            config.largest_model,
+        ),
         hub_tokens: stage::hub::UserTokens::new(config.hub_secrets),
         uncommitted,
         refusal: watch::Sender::new(None),

@@ -147,6 +147,9 @@ struct Daemon {
     /// The largest file that an attempt may write, in GiB.
     #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
     largest_file_gib: u64,
+    /// The largest model that is downloaded from Hugging Face for a job, in GiB.
+    #[arg(long, env = "AITK_LARGEST_MODEL_GIB", default_value_t = 200)]
+    largest_model_gib: u64,
     /// The most extra time at shutdown for checkpoints that are still being uploaded, such as 15m.
     #[arg(long = "upload-patience", env = "AITK_UPLOAD_PATIENCE", value_name = "UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
     upload_timeout: Duration,
@@ -351,6 +354,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.progress_timeout = options.progress_timeout;
     config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
     config.require_sandbox = options.require_sandbox;
+    config.largest_model = options.largest_model_gib.saturating_mul(1 << 30);
     config.largest_file = options.largest_file_gib.saturating_mul(1 << 30);
     let mut confinement = sandbox::measure(&config.attempt_command);
     (confinement.limits, config.control_groups) = detect_control_groups();

@@ -166,6 +166,9 @@ pub struct UpArgs {
     /// or that of `hf auth login`); may be given several times
     #[arg(long, env = "AITK_HUB_ALLOW", value_name = "REPOSITORY", value_delimiter = ',')]
     pub hub_allow: Vec<String>,
+    /// Largest model that is downloaded from Hugging Face for a job, in GiB
+    #[arg(long, env = "AITK_LARGEST_MODEL_GIB", value_name = "GIB", default_value_t = 200)]
+    pub largest_model_gib: u64,
     /// Folder with the users' Hugging Face tokens, in files USER/NAME with mode 0600
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "DIR")]
     pub hub_secrets: Option<PathBuf>,

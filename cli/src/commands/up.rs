@@ -88,6 +88,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
                 .filter(|name| !name.trim().is_empty())
                 .cloned()
                 .collect(),
+            largest_model: args.largest_model_gib.saturating_mul(1 << 30),
             hub_secrets: args.hub_secrets.clone(),
         }),
     )

@@ -8,6 +8,7 @@
 mod allow_list;
 mod client;
 mod download;
+mod limits;
 mod parts;
 mod select;
 mod shared_cache;
@@ -16,6 +17,8 @@ mod user_tokens;
 pub(crate) use allow_list::AllowList;
 pub(crate) use client::HubError;
 use client::{HubClient, Source};
+pub(crate) use limits::DEFAULT_LARGEST_MODEL;
+use limits::DiskSpace;
 pub(crate) use parts::RepositoryParts;
 use shared_cache::SharedCache;
 pub(crate) use user_tokens::UserTokens;
@@ -67,6 +70,10 @@ pub(crate) struct Hub {
     token: Option<String>,
     /// Repositories for which jobs of other users may use the token.
     allow_list: AllowList,
+    /// The most bytes of a model that is fetched for a job of another user.
+    largest_model: u64,
+    /// Measures the space of the disk on which a folder is.
+    disk_space: fn(&Path) -> Option<DiskSpace>,
     /// What other programs of this user have downloaded, for jobs that run in place.
     shared_cache: Option<SharedCache>,
     client: HubClient,
@@ -77,10 +84,11 @@ pub(crate) struct Hub {
 
 impl Hub {
     /// Fetches into `folder`, from the hub of the environment. Its token is used for models that are not public, where that is
-    /// allowed.
-    pub(crate) fn from_environment(folder: PathBuf, allow_list: AllowList) -> Self {
+    /// allowed. For jobs of other users a model may have `largest_model` bytes.
+    pub(crate) fn from_environment(folder: PathBuf, allow_list: AllowList, largest_model: u64) -> Self {
         let environment = HubEnvironment::from_env(&|name| std::env::var(name).ok());
         Self {
+            largest_model,
             shared_cache: environment.cache.map(SharedCache::new),
             ..Self::new(folder, environment.endpoint, environment.token, allow_list)
         }
@@ -91,6 +99,8 @@ impl Hub {
             folder,
             token,
             allow_list,
+            largest_model: DEFAULT_LARGEST_MODEL,
+            disk_space: DiskSpace::of_folder,
             shared_cache: None,
             client: HubClient::new(&endpoint),
             download_lock: tokio::sync::Mutex::default(),
@@ -214,7 +224,13 @@ impl Hub {
             }
             None => select::component_files(&listing).map_err(layout)?,
         };
-        let bytes: u64 = files.iter().map(|file| file.bytes).sum();
+        let bytes = total(files.iter().map(|file| file.bytes));
+        // The user of a job in place owns the machine.
+        limits::check_size(repo, bytes, (!request.in_place).then_some(self.largest_model))?;
+        let missing = total(files.iter().map(|file| missing_bytes(&source, file, &partial, shared)));
+        if let Some(space) = (self.disk_space)(&partial) {
+            space.check(repo, missing, folder)?;
+        }
         log(format!(
             "fetching {repo} at commit {}: {} files, {:.2} GiB",
             listing.revision,
@@ -346,6 +362,26 @@ impl Hub {
             }
         }
     }
+}
+
+/// The sum, also of sizes that no disk has.
+fn total(sizes: impl Iterator<Item = u64>) -> u64 {
+    sizes.fold(0, u64::saturating_add)
+}
+
+/// How many bytes of a file an earlier download into `folder` has not written. A file of the shared cache on the same disk needs none: it is
+/// linked.
+fn missing_bytes(source: &Source<'_>, file: &select::RemoteFile, folder: &Path, shared: Option<&SharedCache>) -> u64 {
+    let Ok(path) = names::below(folder, &file.name) else {
+        // Fetching it fails.
+        return 0;
+    };
+    let is_linked = || shared.is_some_and(|shared| shared.can_link(source.repo, source.revision, file, folder));
+    if path.is_file() || is_linked() {
+        return 0;
+    }
+    let received = std::fs::metadata(download::part_of(&path)).map_or(0, |data| data.len());
+    file.bytes.saturating_sub(received)
 }
 
 /// Waits until no other program fetches into this folder: `aitk run` keeps models in one folder for all its runs.

@@ -186,6 +186,9 @@ async fn stage_models(
             let cause = match &error {
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,
                 HubError::Unavailable { .. } | HubError::Damaged { .. } => FailureCause::Network,
+                // Another worker may allow it; the device is not at fault.
+                HubError::TooLarge { .. } => FailureCause::Job,
+                HubError::DiskFull { .. } => FailureCause::DiskFull,
                 HubError::Files(error) if error.is_disk_full() => FailureCause::DiskFull,
                 HubError::Files(_) => FailureCause::Machine,
             };

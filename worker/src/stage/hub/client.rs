@@ -22,6 +22,18 @@ pub(crate) enum HubError {
     /// The repository is not a diffusers folder.
     #[error("{repo} is not a model in diffusers layout with safetensors: {problem}")]
     Layout { repo: String, problem: String },
+    /// The model has more bytes than the worker's owner allows.
+    #[error(
+        "{repo} is too large for this worker: {problem}. The worker's owner raises the limit with --largest-model-gib \
+         (AITK_LARGEST_MODEL_GIB) of aitk-worker or `aitk up`; or download the model and give its folder"
+    )]
+    TooLarge { repo: String, problem: String },
+    /// The disk for models has too little space.
+    #[error(
+        "disk full: {repo} was not downloaded: {problem}; free some space there, for example by removing models that no \
+         job needs"
+    )]
+    DiskFull { repo: String, problem: String },
     /// The hub cannot be reached, or downloads fail repeatedly.
     #[error("could not fetch {what}: {problem}; check the network of the machine, or HF_ENDPOINT")]
     Unavailable { what: String, problem: String },

@@ -8,7 +8,7 @@ use aitk_common::hash::ContentHash;
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_RANGE, RANGE};
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tokio::io::AsyncWriteExt;
 
 /// Takes a file from the cache of Hugging Face's libraries. `false` if it is not there, or not what the hub announced.
@@ -43,6 +43,13 @@ pub(super) async fn take_from(
     }
 }
 
+/// The file that an incomplete download of `path` is written to.
+pub(super) fn part_of(path: &Path) -> PathBuf {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    part.into()
+}
+
 /// Fetches the missing part of `file`; when it is complete, verifies it and renames it.
 pub(super) async fn download(
     hub: &HubClient,
@@ -51,9 +58,7 @@ pub(super) async fn download(
     file: &RemoteFile,
     path: &Path,
 ) -> Result<(), HubError> {
-    let mut part = path.as_os_str().to_owned();
-    part.push(".part");
-    let part = Path::new(&part);
+    let part = &part_of(path);
     let received = std::fs::metadata(part).map_or(0, |data| data.len());
     if received > file.bytes {
         fsutil::remove(part)?;

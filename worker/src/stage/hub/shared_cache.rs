@@ -4,6 +4,7 @@
 
 use super::select::RemoteFile;
 use aitk_common::fsutil::names;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// The cache of the user who runs this program.
@@ -24,6 +25,13 @@ impl SharedCache {
             return false;
         };
         std::fs::hard_link(&found, to).is_ok() || std::fs::copy(&found, to).is_ok()
+    }
+
+    /// Whether a file of a repository at a commit is here whole, on the disk of `folder`.
+    pub(super) fn can_link(&self, repo: &str, commit: &str, file: &RemoteFile, folder: &Path) -> bool {
+        let device = |path: &Path| std::fs::metadata(path).map(|data| data.dev()).ok();
+        self.find(repo, commit, file)
+            .is_some_and(|found| device(&found).is_some_and(|disk| device(folder) == Some(disk)))
     }
 
     /// The regular file that a file of a repository is a link to, if it lies in the repository's folder and has the right size.

@@ -301,6 +301,83 @@ async fn files_that_differ_from_the_announcement_are_refused() {
 }
 
 #[tokio::test]
+async fn a_model_that_is_larger_than_its_worker_allows_is_not_downloaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[("config.json", b"{}"), ("model.safetensors", &[7; 100])]);
+    let hub = |largest_model| Hub {
+        largest_model,
+        ..server.hub(folder.path())
+    };
+    let request = submitted_by_others("org/tiny");
+    let error = hub(101).fetch(&request, &|_| {}).await.unwrap_err();
+    let message = error.to_string();
+    assert!(
+        matches!(error, HubError::TooLarge { .. }) && message.contains("--largest-model-gib"),
+        "{message}"
+    );
+    let requests = server.requests();
+    assert!(
+        !requests.iter().any(|request| request.contains("/resolve/")),
+        "{requests:?}"
+    );
+    // The user of a job in place owns the machine.
+    let own = ModelRequest {
+        in_place: true,
+        ..request
+    };
+    let elsewhere = Hub {
+        folder: folder.path().join("own"),
+        ..hub(101)
+    };
+    elsewhere.fetch(&own, &|_| {}).await.unwrap();
+    hub(102).fetch(&request, &|_| {}).await.unwrap();
+
+    // Sizes whose sum has more than 64 bits.
+    let sibling = |name: &str| json!({"rfilename": name, "size": u64::MAX});
+    let siblings = [
+        json!({"rfilename": "config.json", "size": 2}),
+        sibling("a.safetensors"),
+        sibling("b.safetensors"),
+    ];
+    let list = json!({"sha": "def456", "siblings": siblings}).to_string().into_bytes();
+    let url = "/api/models/org/tiny/revision/main?blobs=true".to_owned();
+    server.state.lock().unwrap().files.insert(url, list);
+    let error = hub(102).fetch(&request, &|_| {}).await.unwrap_err();
+    assert!(matches!(error, HubError::TooLarge { .. }), "{error}");
+    let error = hub(102).fetch(&own, &|_| {}).await.unwrap_err();
+    assert!(matches!(error, HubError::DiskFull { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_download_starts_only_if_the_disk_has_space_for_what_is_missing() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[("config.json", b"{}"), ("model.safetensors", &[7; 100])]);
+    let hub = Hub {
+        disk_space: |_| Some(DiskSpace { free: 70, reserve: 10 }),
+        ..server.hub(folder.path())
+    };
+    let request = submitted_by_others("org/tiny");
+    let error = hub.fetch(&request, &|_| {}).await.unwrap_err();
+    let message = error.to_string();
+    assert!(
+        matches!(error, HubError::DiskFull { .. }) && message.contains(&folder.path().display().to_string()),
+        "{message}"
+    );
+    let requests = server.requests();
+    assert!(
+        !requests.iter().any(|request| request.contains("/resolve/")),
+        "{requests:?}"
+    );
+    // 42 bytes of an earlier download: 58 of the weights and 2 of the config are missing.
+    let part = folder.path().join("partial-org--tiny@abc123/model.safetensors.part");
+    std::fs::write(part, [7_u8; 42]).unwrap();
+    let model = hub.fetch(&request, &|_| {}).await.unwrap();
+    assert_eq!(std::fs::read(model.join("model.safetensors")).unwrap(), [7_u8; 100]);
+}
+
+#[tokio::test]
 async fn a_model_that_is_here_does_not_wait_for_the_download_of_another_job() {
     let folder = tempfile::tempdir().unwrap();
     let commit = "a".repeat(40);
@@ -599,7 +676,17 @@ async fn a_job_in_place_takes_what_hugging_faces_libraries_have_downloaded() {
         in_place: true,
         ..submitted_by_others("org/tiny")
     };
-    let model = hub("run").fetch(&in_place, &|_| {}).await.unwrap();
+    // A file that is linked takes no space, whatever its content: 2 bytes of outside.json and 9 of cut.safetensors are missing.
+    let on_disk = |disk_space: fn(&Path) -> Option<DiskSpace>| Hub {
+        disk_space,
+        ..hub("run")
+    };
+    let small = on_disk(|_| Some(DiskSpace { free: 10, reserve: 0 }));
+    let error = small.fetch(&in_place, &|_| {}).await.unwrap_err();
+    assert!(matches!(error, HubError::DiskFull { .. }), "{error}");
+    server.requests();
+    let large = on_disk(|_| Some(DiskSpace { free: 11, reserve: 0 }));
+    let model = large.fetch(&in_place, &|_| {}).await.unwrap();
     for (name, content) in files {
         assert_eq!(std::fs::read(model.join(name)).unwrap(), *content, "{name}");
     }
