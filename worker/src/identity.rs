@@ -14,6 +14,7 @@ use aitk_proto::client::{self, Credentials, Trust};
 use aitk_proto::v1;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -117,6 +118,12 @@ impl WorkerIdentity {
     }
 
     pub(crate) fn write(&self, data_dir: &Path) -> Result<(), JoinError> {
+        let _lock = lock_folder(data_dir);
+        self.write_locked(data_dir)
+    }
+
+    /// Writes the file. The caller has locked the folder.
+    fn write_locked(&self, data_dir: &Path) -> Result<(), JoinError> {
         let text = serde_json::to_vec_pretty(self)
             .map_err(|_| JoinError::InvalidReply("an identity that cannot be serialised"))?;
         Ok(fsutil::write_private(&data_dir.join(IDENTITY_FILE), &text)?)
@@ -163,6 +170,14 @@ impl WorkerIdentity {
         let issued = reply.certificate.ok_or(JoinError::InvalidReply("no certificate"))?;
         self.clone().with_certificate(issued, request)
     }
+}
+
+/// Locks the data folder for a moment, so that `aitk-worker join` and the renewal of a running worker do not write the identity at the same
+/// time. Released on drop. On a file system without locks, nothing is locked.
+fn lock_folder(data_dir: &Path) -> Option<File> {
+    let folder = File::open(data_dir).ok()?;
+    folder.lock().ok()?;
+    Some(folder)
 }
 
 /// What a renewer does next.
@@ -226,17 +241,34 @@ impl CertificateRenewer {
             });
     }
 
-    /// Writes a renewed identity, and makes it the current one.
-    fn replace(&self, renewed: WorkerIdentity) -> Result<(), JoinError> {
-        let mut written = Ok(());
+    /// Writes an identity whose certificate was renewed, and makes it the current one. `before` is the one that was renewed.
+    ///
+    /// Returns `false` if `aitk-worker join` has written another identity meanwhile. That one stays, and is the current one.
+    fn replace(&self, before: &WorkerIdentity, renewed: WorkerIdentity) -> Result<bool, JoinError> {
+        let mut replaced = Ok(true);
         self.current.send_if_modified(|now| {
-            written = renewed.write(&self.data_dir);
-            if written.is_ok() {
-                *now = renewed;
+            let _lock = lock_folder(&self.data_dir);
+            // A file that is missing or damaged is not that of a join.
+            if let Ok(Some(stored)) = WorkerIdentity::read(&self.data_dir)
+                && stored != *before
+            {
+                replaced = Ok(false);
+                let is_new = stored != *now;
+                *now = stored;
+                return is_new;
             }
-            written.is_ok()
+            match renewed.write_locked(&self.data_dir) {
+                Ok(()) => {
+                    *now = renewed;
+                    true
+                }
+                Err(error) => {
+                    replaced = Err(error);
+                    false
+                }
+            }
         });
-        written
+        replaced
     }
 
     /// Returns a receiver of the current identity and of newer ones.
@@ -263,8 +295,11 @@ impl CertificateRenewer {
                 }
             }
             let renewed = current.renew(&self.server, self.ca_file.as_deref()).await;
-            match renewed.and_then(|renewed| self.replace(renewed)) {
-                Ok(()) => tracing::info!(name = %current.name, "the worker's certificate was renewed"),
+            match renewed.and_then(|renewed| self.replace(&current, renewed)) {
+                Ok(true) => tracing::info!(name = %current.name, "the worker's certificate was renewed"),
+                Ok(false) => {
+                    tracing::info!(name = %current.name, "the worker joined again during the renewal; the certificate of the join is used");
+                }
                 Err(error) => {
                     tracing::warn!(%error, "the worker's certificate could not be renewed; trying again");
                     // Retry more often the closer the expiry is.
@@ -332,6 +367,31 @@ pub(crate) mod tests {
         }
     }
 
+    /// It would lose the new identity: the coordinator may have revoked the one before, and a join token works only once.
+    #[test]
+    fn a_renewal_does_not_overwrite_a_join_that_was_written_meanwhile() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = identity("first", 9_000_000);
+        first.write(dir.path()).unwrap();
+        let renewer = CertificateRenewer::new(dir.path().to_owned(), first.server.clone(), None, first.clone());
+        let mut current = renewer.subscribe();
+        let (joined, renewed) = (identity("joined", 5_000_000), identity("renewed", 9_500_000));
+        joined.write(dir.path()).unwrap();
+        // The second time the session has loaded the new identity before the answer came.
+        for is_new in [true, false] {
+            assert!(!renewer.replace(&first, renewed.clone()).unwrap());
+            assert_eq!(WorkerIdentity::read(dir.path()).unwrap(), Some(joined.clone()));
+            assert_eq!(current.has_changed().unwrap(), is_new);
+            assert_eq!(*current.borrow_and_update(), joined);
+        }
+        // A renewal of the new identity, and one after somebody has removed the file.
+        assert!(renewer.replace(&joined, renewed.clone()).unwrap());
+        assert_eq!(WorkerIdentity::read(dir.path()).unwrap(), Some(renewed.clone()));
+        std::fs::remove_file(dir.path().join(IDENTITY_FILE)).unwrap();
+        assert!(renewer.replace(&renewed, first.clone()).unwrap());
+        assert_eq!(WorkerIdentity::read(dir.path()).unwrap(), Some(first));
+    }
+
     #[test]
     fn a_reload_does_not_undo_a_renewal() {
         let dir = tempfile::tempdir().unwrap();
@@ -350,7 +410,8 @@ pub(crate) mod tests {
             });
             for number in 0..50 {
                 let renewed = identity(&number.to_string(), 9_000_000);
-                let is_replaced = renewer.replace(renewed.clone()).is_ok();
+                let before = renewer.current.borrow().clone();
+                let is_replaced = matches!(renewer.replace(&before, renewed.clone()), Ok(true));
                 undone += usize::from(!is_replaced || *renewer.current.borrow() != renewed);
             }
             is_done.store(true, Ordering::Relaxed);
