@@ -5,6 +5,7 @@ use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
+use crate::own_address::host_of;
 use crate::trace::traces;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
@@ -147,7 +148,7 @@ impl EmbeddedCluster {
     /// Starts both, and connects to the coordinator.
     ///
     /// # Errors
-    /// When the coordinator (code 1) or the worker (code 125) cannot start.
+    /// When the coordinator (code 1) or the worker (code 125) cannot start, or its certificate is not valid for this machine (code 1).
     pub async fn start(
         mut coordinator: aitk_coordinator::Config,
         worker_dir: Option<&Path>,
@@ -157,18 +158,12 @@ impl EmbeddedCluster {
         ca_file: Option<&Path>,
         shared_worker: Option<SharedWorkerOptions>,
     ) -> Result<Self, Failure> {
-        let tls = coordinator.tls.is_some();
+        let certificate = coordinator.tls.as_ref().map(|files| files.cert.as_path());
+        let scheme = if certificate.is_some() { "https" } else { "http" };
+        let host = host_of(coordinator.bind.ip(), certificate).await?;
         coordinator.traces.clone_from(traces());
         let running = aitk_coordinator::start(coordinator).await;
         let coordinator = running.map_err(|error| start_failure(&error))?;
-        // A coordinator that listens on all addresses is reached at loopback.
-        let host = match coordinator.addr.ip() {
-            ip if ip.is_unspecified() && ip.is_ipv4() => "127.0.0.1".to_owned(),
-            ip if ip.is_unspecified() => "[::1]".to_owned(),
-            std::net::IpAddr::V6(ip) => format!("[{ip}]"),
-            std::net::IpAddr::V4(ip) => ip.to_string(),
-        };
-        let scheme = if tls { "https" } else { "http" };
         let server = format!("{scheme}://{host}:{}", coordinator.addr.port());
         let api = Api::connect(&server, &coordinator.token, ca_file).await?;
         let worker = match worker_dir {
@@ -453,6 +448,30 @@ mod tests {
             "{failure}"
         );
         assert!(!failure.contains("aitk-coordinator"), "{failure}");
+    }
+
+    /// The certificate has names only, as one of a public authority does.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_certificate_with_names_only_is_enough() {
+        let folder = tempfile::tempdir().unwrap();
+        let (cert, key) = (folder.path().join("cert.pem"), folder.path().join("key.pem"));
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        std::fs::write(&cert, made.cert.pem()).unwrap();
+        std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
+        let mut coordinator = aitk_coordinator::Config::new(folder.path().join("coordinator"));
+        coordinator.bind = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+        coordinator.tls = Some(aitk_coordinator::TlsFiles {
+            cert: cert.clone(),
+            key,
+        });
+        let resources = WorkerResources {
+            devices: Vec::new(),
+            allow_extensions: Vec::new(),
+        };
+        let local = EmbeddedCluster::start(coordinator, None, None, None, resources, Some(&cert), None).await;
+        let local = local.unwrap_or_else(|failure| panic!("{}", failure.render(false)));
+        assert!(local.api().server().starts_with("https://localhost:"));
+        local.shutdown().await;
     }
 
     #[tokio::test]

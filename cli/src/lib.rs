@@ -26,6 +26,8 @@ pub mod log_formatter;
 pub mod members;
 pub mod notify;
 pub mod output;
+#[cfg(feature = "embedded")]
+mod own_address;
 pub mod paths;
 pub mod preflight;
 pub mod reconnection;

@@ -17,6 +17,7 @@ use aitk_common::fsutil;
 use nix::errno::Errno;
 use nix::sys::signal::kill;
 use nix::unistd::Pid;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 /// Removes the state file on drop, or restores the one of an earlier `aitk up` that still runs.
@@ -178,11 +179,17 @@ fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
     lines
 }
 
-/// Returns how to start a worker on another machine. `server` is the address of the coordinator on this machine.
+/// Returns how to start a worker on another machine. `server` is the address of the coordinator on this machine; other machines can use it
+/// if it has a name of the certificate.
 fn worker_commands(server: &str, token_file: &Path, ca_file: Option<&Path>) -> [String; 2] {
-    let scheme = server.split_once("://").map_or("https", |(scheme, _)| scheme);
-    let port = server.rsplit_once(':').map_or("", |(_, port)| port);
-    let mut command = format!("  aitk-worker --server {scheme}://THIS-HOST:{port}");
+    let (scheme, address) = server.split_once("://").unwrap_or(("https", server));
+    let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
+    let is_address = host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
+    let host = match is_address || host == "localhost" {
+        true => "THIS-HOST",
+        false => host,
+    };
+    let mut command = format!("  aitk-worker --server {scheme}://{host}:{port}");
     command.push_str(&format!(" --token-file {}", shell_word(token_file)));
     let mut copies = "the token file".to_owned();
     if let Some(ca_file) = ca_file {
@@ -253,6 +260,13 @@ mod tests {
             command.trim(),
             "aitk-worker --server https://THIS-HOST:39421 --token-file /data/token --ca-file '/etc/my cert.pem'"
         );
+        for (server, host) in [
+            ("https://localhost:1", "THIS-HOST:1 "),
+            ("https://gpu.lab:7420", "gpu.lab:7420 "),
+        ] {
+            let [_, command] = worker_commands(server, token, None);
+            assert!(command.contains(&format!("--server https://{host}")), "{command}");
+        }
         let [_, command] = worker_commands("https://[::1]:7420", token, None);
         assert_eq!(
             command.trim(),

@@ -4,4 +4,6 @@
 pub mod ca;
 pub mod join;
 pub mod role;
+#[cfg(feature = "pki")]
+pub mod server_certificate;
 pub mod token;
