@@ -237,11 +237,16 @@ impl EmbeddedCluster {
         &self.api
     }
 
-    /// Shuts both down. Running jobs save first.
-    pub async fn shutdown(self) {
-        if let Some(worker) = self.worker {
+    /// Shuts the worker down. Running jobs save first.
+    pub async fn shutdown_worker(&mut self) {
+        if let Some(worker) = self.worker.take() {
             worker.shutdown().await;
         }
+    }
+
+    /// Shuts both down. Running jobs save first.
+    pub async fn shutdown(mut self) {
+        self.shutdown_worker().await;
         drop(self.api);
         self.coordinator.shutdown().await;
     }

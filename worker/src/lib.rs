@@ -62,6 +62,9 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+/// How long all attempts together may take at shutdown, if [`Config::shutdown_timeout`] is not set: systemd waits 90 seconds.
+pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(80);
+
 /// The settings of a worker.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -156,7 +159,7 @@ impl Config {
             derived_quota: 20 << 30,
             grace: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
-            shutdown_timeout: Duration::from_secs(80),
+            shutdown_timeout: SHUTDOWN_TIMEOUT,
             upload_timeout: Duration::from_secs(15 * 60),
             storage_timeout: Duration::from_secs(15 * 60),
             end_timeout: Duration::from_secs(24 * 3600),

@@ -29,6 +29,10 @@ use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::sd_scripts::Script;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// After this time a shutdown says what it waits for.
+const SLOW_SHUTDOWN: Duration = Duration::from_secs(2);
 
 /// Options for running configs.
 #[derive(Clone, Debug, Default)]
@@ -220,7 +224,7 @@ pub async fn run_embedded(
             for (path, ..) in ready {
                 ui.warn(&format!("{} was not run", path.display()));
             }
-            shut_down(local, &mut signals).await;
+            shut_down(ui, local, &mut signals).await;
             return Ok(RunReport { results, exit });
         }
         if local.has_failed() {
@@ -233,7 +237,7 @@ pub async fn run_embedded(
             break;
         }
     }
-    shut_down(local, &mut signals).await;
+    shut_down(ui, local, &mut signals).await;
     let report = report(results);
     if several {
         let failed: Vec<String> = report
@@ -353,11 +357,33 @@ async fn push_results(
 
 /// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed
 /// terminal may be the reason why following the job failed, and the job then saves during the shutdown.
-async fn shut_down(local: EmbeddedCluster, signals: &mut StopSignals) {
+async fn shut_down(ui: &Ui, mut local: EmbeddedCluster, signals: &mut StopSignals) {
+    let of_worker = || {
+        let seconds = aitk_worker::SHUTDOWN_TIMEOUT.as_secs();
+        ui.notice(&format!(
+            "waiting for the worker: a job that still runs saves first, within {seconds} s; Ctrl-C stops immediately"
+        ));
+    };
+    let of_coordinator = || ui.notice("waiting for the coordinator to close its database; Ctrl-C stops immediately");
+    let ended = async {
+        notice_if_slow(SLOW_SHUTDOWN, of_worker, local.shutdown_worker()).await;
+        notice_if_slow(SLOW_SHUTDOWN, of_coordinator, local.shutdown()).await;
+    };
     tokio::select! {
-        () = local.shutdown() => {}
+        () = ended => {}
         () = signals.wait_for_second() => {}
     }
+}
+
+/// Waits for `work`, and calls `notice` once if that takes longer than `delay`.
+async fn notice_if_slow(delay: Duration, notice: impl FnOnce(), work: impl Future<Output = ()>) {
+    tokio::pin!(work);
+    tokio::select! {
+        biased;
+        () = &mut work => return,
+        () = tokio::time::sleep(delay) => notice(),
+    }
+    work.await;
 }
 
 /// Adapts the `cluster` section to this machine. Requirements that this machine does not meet are errors, because the
@@ -564,6 +590,16 @@ mod tests {
         for exit in [Exit::Ok, Exit::Failed] {
             assert_eq!(determine_last_exit(exit, None, 1), None);
         }
+    }
+
+    #[tokio::test]
+    async fn a_slow_shutdown_says_what_it_waits_for() {
+        let (say, said) = tokio::sync::oneshot::channel();
+        // It ends only after the notice.
+        let slow = async { said.await.unwrap() };
+        notice_if_slow(Duration::ZERO, || say.send(()).unwrap(), slow).await;
+        let ended = std::future::ready(());
+        notice_if_slow(Duration::ZERO, || panic!("nothing was waited for"), ended).await;
     }
 
     #[test]
