@@ -113,6 +113,16 @@ pub(super) fn move_to_command_line(findings: &mut [Finding], paths: &[String]) {
     }
 }
 
+/// Sets the position of a finding to the command line, whether the job is from a file or not.
+pub(super) fn on_command_line(finding: Finding) -> Finding {
+    Finding {
+        file: Some(COMMAND_LINE.to_owned()),
+        line: None,
+        column: None,
+        ..finding
+    }
+}
+
 fn set_command_line(finding: &mut Finding) {
     finding.file = finding.file.take().map(|_| COMMAND_LINE.to_owned());
     (finding.line, finding.column) = (None, None);

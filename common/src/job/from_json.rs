@@ -96,7 +96,8 @@ impl JobSpec {
     /// Everything else stays, including the replaced `[name]` and `${VAR}`. `part` is removed, so the result is the whole job.
     ///
     /// # Errors
-    /// [`JobError::Invalid`] with every error.
+    /// [`JobError::Invalid`] with every error: at a changed key on the command line, at another key where the job's file has it, with the
+    /// changed keys.
     pub fn with_changes(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
         let json = serde_json::to_value(self).map_err(|error| job_error(error.to_string()))?;
         let mut config = to_config(&json, Some(self));
@@ -105,19 +106,23 @@ impl JobSpec {
         // The user saw these warnings when the job was submitted.
         let _ = Self::read(&config, None, &mut before);
         let changed = change::apply_changes(&mut config, changes, None).map_err(|found| JobError::Invalid {
-            findings: vec![without_position(found)],
+            findings: vec![change::on_command_line(found)],
         })?;
         let mut cx = ReadContext::new(None);
         let read = Self::read(&config, None, &mut cx);
+        let errors = std::mem::take(&mut cx.errors).into_iter();
+        let mut findings: Vec<Finding> = errors
+            .map(|error| self.locate_error(error, changes, &changed))
+            .collect();
         change::refuse_unknown_keys(&changed, &mut cx);
-        let findings: Vec<Finding> = cx.errors.into_iter().map(without_position).collect();
+        findings.extend(cx.errors.into_iter().map(change::on_command_line));
         // A change may have no effect because of another key; the warning is then at that other key.
         let is_new =
             |warning: &Finding| !before.warnings.contains(warning) || change::overlaps_change(&warning.key, &changed);
         let warnings = cx.warnings.into_iter().filter(is_new).map(without_position).collect();
         let Some(read) = read.filter(|_| findings.is_empty()) else {
             return Err(match findings.is_empty() {
-                true => job_error("the job could not be understood".into()),
+                true => job_error(format!("the job could not be understood{}", changed_keys(changes))),
                 false => JobError::Invalid { findings },
             });
         };
@@ -134,6 +139,15 @@ impl JobSpec {
         // Changed values have no position in the file.
         spec.positions.retain(|key, _| !change::is_changed(key, &changed));
         Ok((spec, warnings))
+    }
+
+    /// Adds the position to an error of the changed job: the command line, or that of a key which the changes made wrong.
+    fn locate_error(&self, error: Finding, changes: &[Change], changed: &[String]) -> Finding {
+        if change::is_changed(&error.key, changed) {
+            return change::on_command_line(error);
+        }
+        let message = format!("{}{}", error.message, changed_keys(changes));
+        self.finding(error.key, message)
     }
 
     /// Checks `part`: only jobs of one `to_folder` process have parts, and the range must not be empty.
@@ -194,6 +208,15 @@ fn job_error(message: String) -> JobError {
             ..Finding::default()
         }],
     }
+}
+
+/// The end of a message about a job with these changes.
+fn changed_keys(changes: &[Change]) -> String {
+    if changes.is_empty() {
+        return String::new();
+    }
+    let keys: Vec<&str> = changes.iter().map(|change| change.key.as_str()).collect();
+    format!("; changed on the command line: {}", keys.join(", "))
 }
 
 /// Removes line and column: the reconstructed config has no text.

@@ -280,7 +280,25 @@ fn with_changes_gives_the_same_job_as_the_changed_config() {
     ] {
         let error = spec.with_changes(&[change(key, value)]).unwrap_err().to_string();
         assert!(error.contains(expected), "{key}: {error}");
+        assert!(
+            error.starts_with("command line: ") && error.contains(key),
+            "{key}: {error}"
+        );
     }
+}
+
+#[test]
+fn an_error_at_a_key_that_was_not_changed_names_the_changes() {
+    let text = with_line_after("type: sd_trainer", "      trigger_word: cat");
+    let text = format!("{text}        diff_output_preservation: true\n");
+    let spec = load_yaml(&text).unwrap().spec;
+    let changes = [change("train.steps", "7"), change("trigger_word", "''")];
+    let error = spec.with_changes(&changes).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "job.yaml:15:9: config.process[0].train.diff_output_preservation: needs a `trigger_word`; changed on the command line: \
+         train.steps, trigger_word"
+    );
 }
 
 fn change(key: &str, value: &str) -> Change {
