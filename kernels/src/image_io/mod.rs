@@ -44,13 +44,7 @@ pub fn open_rgb_over(path: &Path, background: [u8; 3]) -> Result<RgbImage> {
     if !image.color().has_alpha() {
         return Ok(to_rgb(image));
     }
-    let alpha: Vec<u8> = match &image {
-        DynamicImage::ImageLumaA8(la) => la.pixels().map(|p| p[1]).collect(),
-        DynamicImage::ImageRgba8(rgba) => rgba.pixels().map(|p| p[3]).collect(),
-        DynamicImage::ImageLumaA16(la) => la.pixels().map(|p| (p[1] >> 8) as u8).collect(),
-        DynamicImage::ImageRgba16(rgba) => rgba.pixels().map(|p| (p[3] >> 8) as u8).collect(),
-        other => other.to_rgba8().pixels().map(|p| p[3]).collect(),
-    };
+    let alpha = alpha_of(&image);
     let mut rgb = to_rgb(image);
     for (pixel, alpha) in rgb.pixels_mut().zip(alpha) {
         let alpha = u32::from(alpha);
@@ -68,10 +62,21 @@ pub fn open_rgb_over(path: &Path, background: [u8; 3]) -> Result<RgbImage> {
 /// # Errors
 /// As [`open_rgb`].
 pub fn open_alpha(path: &Path) -> Result<RgbImage> {
-    let rgba = open(path)?.into_rgba8();
-    let (width, height) = rgba.dimensions();
-    let alpha = rgba.pixels().flat_map(|p| [p[3]; 3]).collect();
+    let image = open(path)?;
+    let (width, height) = (image.width(), image.height());
+    let alpha = alpha_of(&image).into_iter().flat_map(|alpha| [alpha; 3]).collect();
     Ok(RgbImage::from_raw(width, height, alpha).unwrap_or_default())
+}
+
+/// The alpha of each pixel, 255 without an alpha channel. Of 16 bits the upper 8 are used, as in Pillow.
+fn alpha_of(image: &DynamicImage) -> Vec<u8> {
+    match image {
+        DynamicImage::ImageLumaA8(la) => la.pixels().map(|p| p[1]).collect(),
+        DynamicImage::ImageRgba8(rgba) => rgba.pixels().map(|p| p[3]).collect(),
+        DynamicImage::ImageLumaA16(la) => la.pixels().map(|p| (p[1] >> 8) as u8).collect(),
+        DynamicImage::ImageRgba16(rgba) => rgba.pixels().map(|p| (p[3] >> 8) as u8).collect(),
+        other => other.to_rgba8().pixels().map(|p| p[3]).collect(),
+    }
 }
 
 fn open(path: &Path) -> Result<DynamicImage> {

@@ -87,6 +87,21 @@ fn files_open_as_pillow_opens_them() {
     assert!(cases >= 38);
 }
 
+/// Pillow 13 reads the alphas 1, 128, 0 and 255 from these files.
+#[test]
+fn of_an_alpha_channel_of_16_bits_the_upper_byte_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("alpha.png");
+    let values = [0x01ff_u16, 0x80ff, 0x00f0, 0xff00];
+    let rgba = image::ImageBuffer::from_fn(4, 1, |x, _| image::Rgba([values[x as usize]; 4]));
+    let grey = image::ImageBuffer::from_fn(4, 1, |x, _| image::LumaA([values[x as usize]; 2]));
+    for image in [DynamicImage::ImageRgba16(rgba), DynamicImage::ImageLumaA16(grey)] {
+        image.save(&path).unwrap();
+        let alpha: Vec<u8> = open_alpha(&path).unwrap().pixels().map(|pixel| pixel[0]).collect();
+        assert_eq!(alpha, [1, 128, 0, 255], "{:?}", image.color());
+    }
+}
+
 /// A PNG whose header claims this size.
 fn png_header(width: u32, height: u32) -> Vec<u8> {
     let mut bytes = encode(&RgbImage::new(1, 1), Format::Png, &[]).unwrap();
