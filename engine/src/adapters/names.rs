@@ -67,6 +67,7 @@ fn prefixes(part: &str) -> &'static [&'static str] {
             "text_encoder.",
             "base_model.model.text_encoder.",
             "text_encoders.clip_l.transformer.",
+            "text_encoders.clip_h.transformer.",
         ],
         "text_encoder_2" => &[
             "lora_te2_",
@@ -338,6 +339,8 @@ mod tests {
             "text_encoder.text_model.encoder.layers.0.self_attn.q_proj",
             "text_encoder.text_model.encoder.layers.0.self_attn.to_q",
             "text_encoder.encoder.layers.0.self_attn.q_proj",
+            "text_encoders.clip_l.transformer.text_model.encoder.layers.0.self_attn.q_proj",
+            "text_encoders.clip_h.transformer.text_model.encoder.layers.0.self_attn.q_proj",
         ] {
             assert_eq!(index.resolve(stem).unwrap().part, "text_encoder", "{stem}");
         }

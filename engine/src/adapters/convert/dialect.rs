@@ -4,6 +4,7 @@ use super::super::names::{flatten, old_prefix, saved_name};
 use crate::families::{AdapterNames, Part, PartRole};
 use crate::models::unet::OriginalNames;
 use crate::models::{flux, sd3, zimage};
+use aitk_common::job::arch::ArchName;
 use std::collections::HashSet;
 
 /// A dialect of adapter files.
@@ -85,8 +86,8 @@ impl PartLayers {
         }
     }
 
-    /// The layers that a file of this dialect has for this part. `is_xl`: the model is Stable Diffusion XL.
-    pub(super) fn named(&self, dialect: Dialect, is_xl: bool) -> Vec<NamedLayer> {
+    /// The layers that a file of this dialect has for this part of a model of this family.
+    pub(super) fn named(&self, dialect: Dialect, arch: ArchName) -> Vec<NamedLayer> {
         let each = |stem: &dyn Fn(&str) -> String| {
             let layers = self.layers.iter().map(|(path, _)| NamedLayer {
                 stem: stem(path),
@@ -107,15 +108,17 @@ impl PartLayers {
                 each(&|path| saved_name(AdapterNames::Kohya, self.role, prefix, path))
             }
             Dialect::ComfyUi if is_text => {
-                let prefix = match self.id {
-                    "text_encoder_2" => "text_encoders.clip_g.transformer",
+                let prefix = match (self.id, arch) {
+                    ("text_encoder_2", _) => "text_encoders.clip_g.transformer",
+                    // OpenCLIP's ViT-H, for which ComfyUI has a name of its own.
+                    (_, ArchName::Sd2) => "text_encoders.clip_h.transformer",
                     _ => "text_encoders.clip_l.transformer",
                 };
                 each(&|path| saved_name(AdapterNames::Peft, self.role, prefix, path))
             }
             Dialect::Lycoris => each(&|path| format!("lycoris_{}", flatten(path))),
             // Of U-Nets sd-scripts has diffusers' names, but for XL.
-            Dialect::SdScripts if self.names == AdapterNames::Kohya && !is_xl => {
+            Dialect::SdScripts if self.names == AdapterNames::Kohya && arch != ArchName::Sdxl => {
                 each(&|path| format!("lora_unet_{}", flatten(path)))
             }
             Dialect::SdScripts => self.original(&|name| format!("lora_unet_{}", flatten(name))),

@@ -108,9 +108,8 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
         layers: 0,
         lost_biases: 0,
     };
-    let is_xl = arch == ArchName::Sdxl;
     for part in &parts {
-        converter.add_part(part, is_xl, &found).map_err(file_error)?;
+        converter.add_part(part, arch, &found).map_err(file_error)?;
     }
     let mut metadata = file.metadata;
     // The alphas that it has are in the tensors now.
@@ -183,9 +182,9 @@ struct Converter {
 
 impl Converter {
     /// Adds the layers of a part. An error is a sentence.
-    fn add_part(&mut self, part: &PartLayers, is_xl: bool, found: &FileLayers) -> std::result::Result<(), String> {
+    fn add_part(&mut self, part: &PartLayers, arch: ArchName, found: &FileLayers) -> std::result::Result<(), String> {
         let rows: BTreeMap<&str, usize> = part.layers.iter().map(|(path, rows)| (path.as_str(), *rows)).collect();
-        for named in part.named(self.conversion.dialect, is_xl) {
+        for named in part.named(self.conversion.dialect, arch) {
             let keys = named.paths.iter().map(|path| (part.id, path.clone()));
             let layers: Vec<Option<Arc<dyn FileLayer>>> = keys.clone().map(|key| found.get(&key).cloned()).collect();
             if layers.iter().all(Option::is_none) {

@@ -232,6 +232,34 @@ fn round_trips_through_every_dialect_are_exact() {
     }
 }
 
+/// ComfyUI has the text encoder of Stable Diffusion 2.x as `clip_h` (`SD2ClipModel`), and leaves out what has another name.
+#[test]
+fn comfyui_has_a_name_of_its_own_for_the_text_encoder_of_stable_diffusion_2() {
+    let dir = tempfile::tempdir().unwrap();
+    let [source, new] = ["a.safetensors", "b.safetensors"].map(|name| dir.path().join(name));
+    for (tiny, arch, name) in [
+        ("tiny_sd", ArchName::Sd1, "clip_l"),
+        ("tiny_sd21", ArchName::Sd2, "clip_h"),
+    ] {
+        saved(&Lora, &mut *model(tiny, arch), 4.0, &source);
+        let expected = changes(&mut *model(tiny, arch), &source);
+        let converted = convert_lora(&source, &fixtures().join(tiny), to(Dialect::ComfyUi)).unwrap();
+        let prefix = format!("text_encoders.{name}.transformer.text_model.");
+        let of_text = converted
+            .tensors
+            .keys()
+            .filter(|name| name.starts_with("text_encoders."));
+        let of_text: Vec<&String> = of_text.collect();
+        assert!(!of_text.is_empty(), "{tiny}");
+        assert!(
+            of_text.iter().all(|name| name.starts_with(&prefix)),
+            "{tiny}: {of_text:?}"
+        );
+        write(&converted, &new);
+        compare(&changes(&mut *model(tiny, arch), &new), &expected, 1e-6, tiny);
+    }
+}
+
 #[test]
 fn other_types_keep_their_tensors_or_become_loras() {
     let dir = tempfile::tempdir().unwrap();
