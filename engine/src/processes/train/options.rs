@@ -602,9 +602,10 @@ pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
     Ok(hex::encode(&hash.finalize()[..8]))
 }
 
-/// A fingerprint of a model's text encoders: of the files of its folders `text_encoder…` and `tokenizer…`, of the
-/// `config.json` of its other parts, which can say how long a prompt may be, and of a LoRA. For a single file: of the file and
-/// of the tokenizers beside it. The same of each of `parts` that may have text encoders.
+/// A fingerprint of a model's text encoders: of the files of its folders `text_encoder…` and `tokenizer…`, of the configs of
+/// its other parts, which can say how long a prompt may be (that of FLUX.1's transformer and of its scheduler), and of a LoRA.
+/// For a single file: of the file, and of the tokenizers and the scheduler beside it. The same of each of `parts` that may have
+/// text encoders.
 pub(super) fn text_fingerprint(model: &Path, parts: &PartPaths, changes: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
     add_text_encoders(&mut hash, model)?;
@@ -650,9 +651,13 @@ fn add_text_encoders(hash: &mut Sha256, model: &Path) -> Result<()> {
             for file in files_of(&part, &TEXT_FILES)? {
                 add_to_fingerprint(hash, &file)?;
             }
-        } else if model.is_dir() && part.join("config.json").is_file() {
-            hash.update(name.as_bytes());
-            add_to_fingerprint(hash, &part.join("config.json"))?;
+            continue;
+        }
+        for config in ["config.json", "scheduler_config.json"].map(|file| part.join(file)) {
+            if config.is_file() && (model.is_dir() || name == "scheduler") {
+                hash.update(name.as_bytes());
+                add_to_fingerprint(hash, &config)?;
+            }
         }
     }
     Ok(())

@@ -2,7 +2,9 @@
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::{self, Conditioning, LoadOptions, PartRole, Prompt, TextEmbeddings};
-use crate::testing::{copy_folder, fixtures, in_portable_mode, runs_all_cases, sampled_cases, zimage_folder};
+use crate::testing::{
+    copy_folder, fixtures, in_portable_mode, runs_all_cases, sampled_cases, schnell_folder, zimage_folder,
+};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
@@ -11,6 +13,7 @@ use aitk_common::job::sample::SampleItem;
 use aitk_common::job::sampler::SamplerName;
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::values::{Float, TextOrFalse, TextSource};
+use aitk_common::model_files::PartPaths;
 use candle_core::{DType, Device, Tensor};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -396,6 +399,30 @@ fn damaged_and_foreign_files_are_encoded_again() {
             assert!(&std::fs::read(path).unwrap() == bytes, "{}", path.display());
         }
     }
+}
+
+/// The scheduler says whether FLUX.1 without guidance is schnell, whose prompts have half as many tokens.
+#[test]
+fn captions_of_another_scheduler_are_not_those_of_this_one() {
+    let folder = schnell_folder();
+    let model = folder.path();
+    let config = model.join("scheduler/scheduler_config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    std::fs::remove_file(model.join("scheduler")).unwrap();
+    std::fs::create_dir(model.join("scheduler")).unwrap();
+    let read = |shifts: bool| {
+        let shifting = format!("\"use_dynamic_shifting\": {shifts}");
+        std::fs::write(&config, text.replace("\"use_dynamic_shifting\": false", &shifting)).unwrap();
+        let encoders = families::load_text_encoders(model, ArchName::Flux, &LoadOptions::cpu()).unwrap();
+        let encoded = encoders.encode_prompts(&[Prompt::new("a red circle")]).unwrap();
+        let tokens = encoded.get("context").unwrap().dim(1).unwrap();
+        let fingerprint = super::options::text_fingerprint(model, &PartPaths::default(), &[]).unwrap();
+        (tokens, fingerprint)
+    };
+    let [schnell, other, again] = [false, true, false].map(read);
+    assert_eq!((schnell.0, other.0), (256, 512));
+    assert_ne!(schnell.1, other.1);
+    assert_eq!(schnell, again);
 }
 
 #[test]
