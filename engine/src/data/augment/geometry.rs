@@ -108,7 +108,8 @@ fn warp(image: &RgbImage, [[a, b, c], [d, e, f]]: &[[f64; 3]; 2], border: Border
         for (dx, dy) in [(0, 0), (1, 0), (0, 1), (1, 1)] {
             let share = |next: i64, share: f64| if next == 1 { share } else { 1.0 - share };
             let weight = share(dx, right_share) * share(dy, bottom_share);
-            let pixel = pixel_at(image, left + dx, top + dy, border);
+            // A tiny factor gives positions beyond every number.
+            let pixel = pixel_at(image, left.saturating_add(dx), top.saturating_add(dy), border);
             for (sum, value) in sum.iter_mut().zip(pixel) {
                 *sum += weight * f64::from(value);
             }

@@ -183,6 +183,9 @@ fn images_of_one_pixel_can_be_changed() {
     for border in [Border::Replicate, Border::Reflect, Border::Wrap, Border::Reflect101] {
         assert_eq!(rotated((1, 1), 33.0, [0.1; 2], [5.0; 2], border).apply(&one), one);
     }
+    // Positions beyond every whole number: the image shrinks to nothing.
+    let shrunk = rotated((3, 3), 10.0, [1e-30; 2], [0.0; 2], Border::Constant([1, 2, 3]));
+    assert_eq!(shrunk.apply(&RgbImage::new(3, 3)).get_pixel(0, 0).0, [1, 2, 3]);
     let all: Vec<Value> = KNOWN
         .iter()
         .map(|name| json!({"method": name, "params": {"p": 1.0}}))

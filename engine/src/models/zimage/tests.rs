@@ -146,6 +146,9 @@ fn inputs_and_configs_that_do_not_fit_are_errors() {
     assert!(refused(&|c| c.all_patch_size = vec![1]).contains("all_patch_size"));
     assert!(refused(&|c| c.axes_dims = vec![4, 6]).contains("three numbers"));
     assert!(refused(&|c| c.axes_dims = vec![3, 7, 6]).contains("even"));
+    // Widths whose sum would wrap around to the features of a head, 16.
+    let half = 1_usize << (usize::BITS - 1);
+    assert!(refused(&|c| c.axes_dims = vec![half, half, 16]).contains("add up"));
     assert!(refused(&|c| c.n_heads = 0).contains("heads"));
     assert!(refused(&|c| c.n_layers = 3).contains("layers.2"));
 }

@@ -89,10 +89,10 @@ impl ZImageConfig {
         ) else {
             return Err("axes_dims and axes_lens must have three numbers".into());
         };
-        if self.n_heads == 0
-            || self.dim != self.n_heads * widths.iter().sum::<usize>()
-            || widths.iter().any(|width| width % 2 != 0)
-        {
+        // Checked, so that no sum wraps around to the right one: the widths become tables.
+        let of_head = widths.iter().try_fold(0_usize, |sum, width| sum.checked_add(*width));
+        let dim = of_head.and_then(|width| width.checked_mul(self.n_heads));
+        if self.n_heads == 0 || dim != Some(self.dim) || widths.iter().any(|width| width % 2 != 0) {
             return Err(format!(
                 "axes_dims {widths:?} must be even and add up to the features of a head: dim {} has {} heads",
                 self.dim, self.n_heads
