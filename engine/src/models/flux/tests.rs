@@ -1,7 +1,8 @@
 //! Compares FLUX blocks with diffusers (`tests/reference/make_ops.py`), with the gradients of all weights.
 
 use super::{
-    FluxConditions, FluxSingleTransformerBlock, FluxSizes, FluxTransformer2DModel, FluxTransformerBlock, rotary,
+    FluxConditions, FluxConfig, FluxSingleTransformerBlock, FluxSizes, FluxTransformer2DModel, FluxTransformerBlock,
+    rotary,
 };
 use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
@@ -148,5 +149,19 @@ fn half_precision_is_within_its_arithmetic_and_has_no_nan() {
             // The error of half precision is not zero, and NaN is not an error below the tolerance.
             assert!(error > 1e-5 && error < tolerance, "{dtype:?}, {case}: {error}");
         }
+    }
+}
+
+#[test]
+fn axes_that_are_not_those_of_a_head_are_errors() {
+    let folder = fixtures().join("tiny_flux/transformer");
+    let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+    // The last has a sum that would wrap around to the features of a head.
+    let half = 1_usize << (usize::BITS - 1);
+    for axes in [vec![4, 6], vec![4, 6, 4], vec![3, 7, 6], vec![half, half, 16]] {
+        let mut config: FluxConfig = config::read(&folder.join("config.json")).unwrap();
+        config.axes_dims_rope = axes;
+        let error = FluxTransformer2DModel::new(&weights, &config).unwrap_err().to_string();
+        assert!(error.contains("axes_dims_rope"), "{error}");
     }
 }

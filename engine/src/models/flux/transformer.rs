@@ -105,7 +105,9 @@ impl FluxTransformer2DModel {
             return Err(weights.config_error("axes_dims_rope must have three numbers".into()));
         };
         let axes = [first, rows, columns];
-        if sizes.heads == 0 || axes.iter().sum::<usize>() != sizes.head_width || axes.iter().any(|axis| axis % 2 != 0) {
+        // Checked, so that no sum wraps around to the right one: the axes become tables.
+        let sum = axes.iter().try_fold(0_usize, |sum, axis| sum.checked_add(*axis));
+        if sizes.heads == 0 || sum != Some(sizes.head_width) || axes.iter().any(|axis| axis % 2 != 0) {
             return Err(weights.config_error(format!(
                 "axes_dims_rope {axes:?} must be even and add up to attention_head_dim {}",
                 sizes.head_width
