@@ -4,12 +4,13 @@
 //! The training adapter of a distilled model, such as FLUX.1-schnell, undoes its distillation. A LoRA is trained on top of it
 //! and used without it. ai-toolkit merges the adapter into the weights and samples with it at strength -1
 //! (`toolkit/stable_diffusion_model.py`); here it stays a LoRA, at strength 1 and 0, so that quantised weights are exactly
-//! those of the model in samples.
+//! those of the model in samples. As there, such a LoRA changes the denoiser alone: prompts may be encoded before the model is
+//! loaded, and each of them once.
 
 use super::super::context::Context;
-use crate::adapters::{Multiplier, load_lora};
+use crate::adapters::{Multiplier, is_of_text, load_lora};
 use crate::error::Result;
-use crate::families::Model;
+use crate::families::{Model, PartRole};
 use aitk_common::job::process::TrainerProcess;
 
 /// The strengths of those LoRAs.
@@ -28,8 +29,24 @@ impl SwitchedLoras {
         let mut load = |path: &Option<String>, strength: f64| -> Result<Option<Multiplier>> {
             let Some(path) = path else { return Ok(None) };
             let path = cx.local_path(path)?;
-            let loaded = load_lora(&mut model.parts(), &path, strength)?;
+            let mut parts = model.parts();
+            parts.retain(|part| part.role == PartRole::Denoiser);
+            let mut loaded = load_lora(&mut parts, &path, strength)?;
+            drop(parts);
+            let unknown = loaded.unknown.len();
+            loaded.unknown.retain(|name| !is_of_text(name));
             cx.log_loaded_lora(&path, &loaded);
+            let of_text = unknown - loaded.unknown.len();
+            if of_text > 0 {
+                cx.log(
+                    "warn",
+                    format!(
+                        "{}: its {of_text} layers of text encoders are not used, as in ai-toolkit: a LoRA that is switched on and off \
+                         changes the denoiser alone",
+                        path.display()
+                    ),
+                );
+            }
             Ok(Some(loaded.multiplier))
         };
         Ok(Self {

@@ -262,6 +262,26 @@ fn a_few_steps_change_no_number() {
 
 in_portable_mode!(a_few_steps_change_no_number);
 
+/// The captions and the prompts of samples are encoded once, whichever of these LoRAs is on.
+#[test]
+fn loras_of_training_or_samples_alone_change_no_text_encoder() {
+    let lora = fixtures().join(LORAS[0]).display().to_string();
+    for is_of_training in [true, false] {
+        let [plain, cached] = [false, true].map(|caches| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut process = family(dir.path(), FAMILIES[0], 2);
+            let model = &mut process.model;
+            match is_of_training {
+                true => model.assistant_lora_path = Some(lora.clone()),
+                false => model.inference_lora_path = Some(lora.clone()),
+            }
+            process.train.cache_text_embeddings = caches;
+            trained(dir.path(), &process)
+        });
+        assert!(plain == cached, "{:?} and {:?}", plain.losses, cached.losses);
+    }
+}
+
 #[test]
 fn text_encoders_are_loaded_once_and_a_second_run_does_not_need_them() {
     for (kind, count) in sampled_cases(FAMILIES.into_iter().zip([1, 2, 2, 2, 2]).collect()) {
