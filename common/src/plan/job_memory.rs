@@ -37,6 +37,16 @@ const MAX_BATCH: f64 = 1e6;
 /// Bytes below which a tensor shares the allocator's pages with others.
 const SMALL_TENSOR: f64 = 262_144.0;
 
+/// The rank of a LoRA whose file the planner does not see.
+const ASSUMED_RANK: f64 = 32.0;
+/// The keys of LoRA files that stay in memory beside the model, and whether a generation loads them too.
+const LORA_FILES: [(&str, bool); 4] = [
+    ("/model/lora_path", true),
+    ("/model/inference_lora_path", true),
+    ("/model/assistant_lora_path", false),
+    ("/model/accuracy_recovery_adapter", true),
+];
+
 /// Characters of a prompt for each token, and the tokens of the chat around it.
 const CHARACTERS_PER_TOKEN: f64 = 4.0;
 const CHAT_TOKENS: f64 = 10.0;
@@ -359,6 +369,33 @@ impl<'a> Job<'a> {
         }
     }
 
+    /// The bytes of the LoRA files that the config names: float32, whatever the model computes in.
+    fn lora_files(&self, backend: Backend) -> f64 {
+        let is_loaded = |(key, in_generation): &&(&str, bool)| {
+            text(self.body, key).is_some_and(|path| !path.is_empty())
+                && (self.kind == WorkKind::Training || *in_generation)
+        };
+        let files = LORA_FILES.iter().filter(is_loaded).count();
+        if files == 0 {
+            return 0.0;
+        }
+        let options = ComponentOptions {
+            adapter: Some(AdapterOptions {
+                rank: ASSUMED_RANK,
+                ..AdapterOptions::default()
+            }),
+            lora_prefix: self.family.denoiser_prefix,
+            lora_layers: self.family.lora_layers,
+            width: backend.width,
+            cpu: backend.is_cpu(),
+            ..ComponentOptions::default()
+        };
+        let mut builder = Builder::new(options, 0);
+        let _denoiser = Denoiser::new(&mut builder, &self.shapes);
+        let numbers: f64 = builder.weights.trained.iter().map(|tensor| tensor.elements).sum();
+        4.0 * numbers * files as f64
+    }
+
     /// What the job needs under a profile.
     pub(super) fn need(&self, profile: MemoryProfile, backend: Backend) -> Need {
         let options = MemoryOptions::of(profile).merge(super::json::config_options(self.body));
@@ -368,6 +405,7 @@ impl<'a> Job<'a> {
             .then(|| self.free_text_encoders(&mut model, backend));
         let sum = |of: fn(&WeightTotals) -> f64| model.weights.iter().map(of).sum::<f64>();
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
+        let weights = weights + self.lora_files(backend);
         let (mut phases, recycled) = match self.kind {
             WorkKind::Generation => {
                 let transient = self.images(&model, &options, backend, &self.generated_sizes());

@@ -206,6 +206,29 @@ fn text_encoders_that_leave_the_memory_are_not_counted() {
     assert!(trained >= all, "{trained} and {all}");
 }
 
+/// The layers of FLUX.1's blocks have 5.4 million numbers for each rank: a LoRA of rank 32 takes 0.64 GiB in float32.
+#[test]
+fn the_lora_files_of_a_config_are_counted() {
+    let need = |keys: &[&str]| {
+        let mut job = lora("flux", 512, "bf16", 16);
+        for key in keys {
+            job["process"][0]["kind"]["train"]["model"][*key] = json!("a.safetensors");
+        }
+        gib(&job)[2]
+    };
+    let plain = need(&[]);
+    for keys in [&["lora_path"][..], &["assistant_lora_path"], &["inference_lora_path"]] {
+        let more = need(keys) - plain;
+        assert!((0.5..0.9).contains(&more), "{keys:?}: {more} GiB more than {plain}");
+    }
+    let more = need(&["lora_path", "assistant_lora_path"]) - plain;
+    assert!((1.1..1.7).contains(&more), "{more} GiB more than {plain}");
+    // A generation does not load the LoRA of a training.
+    let generation = |key: &str| generation_gib(&json!({key: "a.safetensors"}), 256, None)[0];
+    assert_eq!(generation("assistant_lora_path"), generation("vae_path"));
+    assert!(generation("lora_path") > generation("vae_path"));
+}
+
 #[test]
 fn tiny_models_and_quantised_models_need_less() {
     let job = lora("sd1", 512, "bf16", 4);
