@@ -25,7 +25,7 @@ const ASSUMED_RANK: f64 = 16.0;
 pub(super) fn memory(body: &Value, counts: Option<ParameterCounts>) -> Option<MemoryNeed> {
     let shapes = counts?.decoder?;
     let is_gguf = text(body, "/save/format") != Some("hf");
-    let has_lora = body.pointer("/model/lora_path").is_some_and(Value::is_string);
+    let has_lora = has_lora(body);
     let table = f64::from(shapes.vocabulary) * f64::from(shapes.width);
     let layer = largest_layer(&shapes);
     let chunk = |numbers: f64| match is_gguf {
@@ -43,7 +43,7 @@ pub(super) fn memory(body: &Value, counts: Option<ParameterCounts>) -> Option<Me
     } else {
         0.0
     };
-    let lora = if has_lora { NUMBER * lora_numbers(&shapes) } else { 0.0 };
+    let lora = if has_lora { lora_bytes(&shapes) } else { 0.0 };
     let need = Need {
         weights: 0.0,
         quantised: 0.0,
@@ -74,14 +74,19 @@ fn attention_widths(shapes: &LanguageShapes) -> [f64; 2] {
     [heads, 2.0 * kv_heads]
 }
 
-/// Numbers of a LoRA of all layers of the blocks.
-fn lora_numbers(shapes: &LanguageShapes) -> f64 {
+/// Whether the config names a LoRA for its model.
+pub(super) fn has_lora(body: &Value) -> bool {
+    body.pointer("/model/lora_path").is_some_and(Value::is_string)
+}
+
+/// Bytes of a LoRA of all layers of the blocks, in float32.
+pub(super) fn lora_bytes(shapes: &LanguageShapes) -> f64 {
     let (width, inner) = (f64::from(shapes.width), f64::from(shapes.intermediate));
     let [queries, keys_and_values] = attention_widths(shapes);
     let feed_forward_layers = if shapes.gated { 3.0 } else { 2.0 };
     // Queries and output, keys and values, feed-forward.
     let sides = 2.0 * (width + queries) + 2.0 * width + keys_and_values + feed_forward_layers * (width + inner);
-    f64::from(shapes.layers) * ASSUMED_RANK * sides
+    NUMBER * f64::from(shapes.layers) * ASSUMED_RANK * sides
 }
 
 #[cfg(test)]
