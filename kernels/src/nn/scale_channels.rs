@@ -87,6 +87,14 @@ impl ScaleChannels {
         }
     }
 
+    /// `x (1 + scale)` with candle's operations. In 16 bits the sum `1 + scale` would be 1 for a small scale.
+    fn scaled(&self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
+        match x.dtype().size_in_bytes() < 4 {
+            true => x + x.broadcast_mul(&self.over(x, scale)?)?,
+            false => x.broadcast_mul(&self.over(x, &(scale + 1.0)?)?),
+        }
+    }
+
     /// `x (1 + scale) + shift` by the kernel of modulated tokens, if there is one: channels are the last axis.
     fn with_kernel(&self, x: &Tensor, scale: &Tensor, shift: Option<&Tensor>) -> Result<Option<Tensor>> {
         if self.kind != LayerKind::Linear {
@@ -161,7 +169,7 @@ impl Operation<2> for ScaleChannels {
         if let Some(y) = self.with_kernel(x, scale, self.shift.as_ref())? {
             return Ok(y);
         }
-        let y = x.broadcast_mul(&self.over(x, &(scale + 1.0)?)?)?;
+        let y = self.scaled(x, scale)?;
         match &self.shift {
             Some(shift) => y.broadcast_add(&self.over(x, shift)?),
             None => Ok(y),
@@ -173,7 +181,7 @@ impl Operation<2> for ScaleChannels {
         let dx = match x.requires_grad() {
             true => Some(match self.with_kernel(gradient, scale.tensor()?, None)? {
                 Some(dx) => dx,
-                None => gradient.broadcast_mul(&self.over(gradient, &(scale.tensor()? + 1.0)?)?)?,
+                None => self.scaled(gradient, scale.tensor()?)?,
             }),
             false => None,
         };

@@ -377,6 +377,20 @@ fn channels_are_scaled_and_shifted() {
     }
 }
 
+/// 1.003 is 1 in bfloat16, and 1.0004 in float16.
+#[test]
+fn a_small_scale_of_channels_is_not_lost_in_16_bits() {
+    for (dtype, steps, scale) in [(DType::BF16, 128_usize, 0.003_f32), (DType::F16, 1024, 0.0004)] {
+        let numbers: Vec<f32> = (steps..2 * steps).map(|i| i as f32 / steps as f32).collect();
+        let x = Tensor::from_vec(numbers, (steps, 1), &Device::Cpu).unwrap();
+        let scales = Tensor::new(&[scale], &Device::Cpu).unwrap();
+        let y = scale_channels(LayerKind::Linear, &x.to_dtype(dtype).unwrap(), &scales, None).unwrap();
+        let change = ((y.to_dtype(DType::F32).unwrap() / &x).unwrap() - 1.0).unwrap();
+        let change = change.mean_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!((0.5 * scale..2.0 * scale).contains(&change), "{dtype:?}: {change}");
+    }
+}
+
 #[test]
 fn adapters_are_applied_in_order() {
     #[derive(Debug)]

@@ -22,15 +22,19 @@ impl Walk {
         let product = self.layer(&low_rank, x, is_linear);
         let recording = self.is_recording();
         let has_kernel = self.backend.is_cpu() || (is_linear && self.backend.has_cuda_kernels());
-        let shifted = (!has_kernel && layer.bias).then(|| self.tensor(product.dims, false));
+        // In 16 bits the outputs are multiplied with the magnitude less 1, and that is added to them.
+        let is_sum = !has_kernel && self.backend.width < 4.0;
+        let scaled = (is_sum || (!has_kernel && layer.bias)).then(|| self.tensor(product.dims, false));
         let y = self.tensor(product.dims, recording);
-        drop(shifted);
+        drop(scaled);
         if recording {
             let (outputs, magnitude) = (layer.outputs, layer.trained_id(MAGNITUDE));
             self.record_step(&y, move |walk, gradient| {
                 let mut gradients = Vec::new();
                 if product.tracked {
+                    let scaled = is_sum.then(|| walk.tensor(product.dims, false));
                     gradients.push((product.id, walk.tensor(product.dims, false)));
+                    drop(scaled);
                 }
                 let n = product.elements();
                 let wide = (!walk.backend.is_cpu()).then(|| {

@@ -1,7 +1,7 @@
 //! The computation of a layer whose weight is decomposed into magnitude and direction.
 
 use super::super::handle::AdapterHandle;
-use super::super::weight_adapter::{WeightAdapter, over_channels, tracked_if};
+use super::super::weight_adapter::{WeightAdapter, tracked_if};
 use super::norms::{Axis, changed_norms, roots, squared_norms};
 use crate::nn::{BaseLayer, LayerAdapter, forward_layer, scale_channels};
 use crate::weights::Weight;
@@ -83,8 +83,8 @@ impl DecomposedLayer {
                 scale_channels(layer.kind, &product, &factors, layer.bias.filter(|_| with_bias))
             }
             Axis::Inputs => {
-                let factors = over_channels(layer.kind, &(factors + 1.0)?.to_dtype(x.dtype())?)?;
-                forward_layer(layer, &x.broadcast_mul(&factors)?, with_bias, &inner)
+                let x = scale_channels(layer.kind, x, &factors, None)?;
+                forward_layer(layer, &x, with_bias, &inner)
             }
         }
     }
