@@ -2,9 +2,11 @@
 
 use crate::error::Result;
 use crate::families::{Conditioning, Model, Prompt};
+use candle_core::Device;
 use std::collections::HashMap;
 
-/// A cache of encoded captions by their texts, for frozen text encoders.
+/// A cache of encoded captions by their texts, for frozen text encoders. It is in host memory: on a GPU it would grow with every new
+/// caption, beyond what is predicted for a training.
 #[derive(Default)]
 pub struct ConditioningCache {
     cache: HashMap<Prompt, Conditioning>,
@@ -35,7 +37,7 @@ impl ConditioningCache {
         let mut rows = Vec::with_capacity(prompts.len());
         for prompt in prompts {
             let row = match self.cache.get(prompt) {
-                Some(row) => row.clone(),
+                Some(kept) => kept.to_device(model.device())?,
                 None => {
                     let encoded = model.encode_prompts(std::slice::from_ref(prompt))?;
                     let row = encoded.detached_as(model.dtype())?;
@@ -45,7 +47,7 @@ impl ConditioningCache {
                         self.bytes = 0;
                     }
                     self.bytes += bytes;
-                    self.cache.insert(prompt.clone(), row.clone());
+                    self.cache.insert(prompt.clone(), row.to_device(&Device::Cpu)?);
                     row
                 }
             };
