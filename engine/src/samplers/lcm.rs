@@ -37,9 +37,10 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
             common.schedule.len()
         )));
     }
-    // Every `original / steps`th of the steps of the distillation, from the noisiest on.
+    // Every `original / steps`th of the steps of the distillation, from the noisiest on; rounded as numpy's `linspace` does.
+    let spacing = original as f64 / options.steps as f64;
     common.timesteps = (0..options.steps)
-        .map(|i| ((original - i * original / options.steps) * stride - 1) as f64)
+        .map(|i| ((original - (i as f64 * spacing) as usize) * stride - 1) as f64)
         .collect();
     Ok(Box::new(Lcm {
         common,
@@ -68,5 +69,22 @@ impl Sampler for Lcm {
 
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
         self.common.add_noise(original, noise, index)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// `LCMScheduler(original_inference_steps=30)` with 22 steps has 527 here: 11 / 22 of 30 is just below 15 in its arithmetic.
+    #[test]
+    fn steps_are_rounded_as_in_diffusers() {
+        let params = SamplerParams {
+            original_inference_steps: Some(30),
+            ..SamplerParams::default()
+        };
+        let sampler = make(params, SamplerOptions::with_steps(22)).unwrap();
+        assert_eq!(sampler.timesteps()[11], 527.0);
     }
 }
