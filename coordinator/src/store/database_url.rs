@@ -49,6 +49,16 @@ impl FromStr for DatabaseUrl {
         if !matches!(url.scheme(), "postgres" | "postgresql") {
             return Err(bad(format!("its scheme is {:?}", url.scheme())));
         }
+        if !url.has_authority() {
+            return Err(bad(format!("there is no `//` after `{}:`", url.scheme())));
+        }
+        // Such a character ends the host: the rest of the password would count as the database or as an option, which messages show.
+        let is_split = url.path().contains('@') || url.query_pairs().any(|(key, _)| key.contains('@'));
+        if is_split || url.fragment().is_some() {
+            return Err(bad(
+                "write a `/`, `?` or `#` of the user's name or password as %2F, %3F or %23".to_owned(),
+            ));
+        }
         // The same parser as for the connection, so that bad addresses are refused before anything starts.
         PgConnectOptions::from_str(text).map_err(|_| bad("it is not a valid PostgreSQL address".to_owned()))?;
         Ok(Self { url })
@@ -90,12 +100,23 @@ mod tests {
         for text in [
             "postgres://me:geheim@db.lab:5433/aitk?sslmode=require",
             "postgresql://db.lab:5433/aitk?user=me&password=geheim",
+            "postgres://me:12%23%2Fgeheim@db.lab:5433/aitk",
         ] {
             let url: DatabaseUrl = text.parse().unwrap();
             assert_eq!(url.to_string(), "postgres://db.lab:5433/aitk");
             assert!(!format!("{url:?}").contains("geheim"));
         }
-        for bad in ["", "geheim", "mysql://me:geheim@h/d", "postgres://me:geheim@h:99999/d"] {
+        for bad in [
+            "",
+            "geheim",
+            "mysql://me:geheim@h/d",
+            "postgres://me:geheim@h:99999/d",
+            "postgres:me:geheim@h/d",
+            "postgres:/me:geheim@h/d",
+            "postgres://me:12/geheim@h/d",
+            "postgres://me:12?geheim@h/d",
+            "postgres://me:12#geheim@h/d",
+        ] {
             let error = bad.parse::<DatabaseUrl>().unwrap_err().to_string();
             assert!(
                 error.contains("postgres://USER@HOST") && !error.contains("geheim"),
