@@ -51,6 +51,10 @@ pub(super) struct EventBroadcaster {
 impl EventBroadcaster {
     fn subscribe(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
         let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
+        // A job that has ended publishes nothing that would remove its channel. Only before the map grows, so that this costs little.
+        if followers.len() == followers.capacity() {
+            followers.retain(|_, sender| sender.receiver_count() > 0);
+        }
         followers
             .entry(job.clone())
             .or_insert_with(|| broadcast::channel(FOLLOWER_QUEUE).0)
@@ -145,5 +149,24 @@ impl SchedulerHandle {
     /// Subscribes to the events of a job from now on.
     pub(crate) fn follow(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
         self.broadcaster.subscribe(job)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_without_followers_do_not_pile_up() {
+        let broadcaster = EventBroadcaster::default();
+        let followed = JobId::new("followed");
+        let _receiver = broadcaster.subscribe(&followed);
+        // `aitk logs` reads the log of a job that has ended.
+        for number in 0..1000 {
+            drop(broadcaster.subscribe(&JobId::new(format!("ended-{number}"))));
+        }
+        let followers = broadcaster.followers.lock().unwrap();
+        assert!(followers.len() < 50, "{}", followers.len());
+        assert!(followers.contains_key(&followed));
     }
 }
