@@ -9,6 +9,7 @@ use aitk_common::id::{AttemptId, JobId};
 use aitk_common::telemetry::context::{SpanId, TraceContext, TraceId};
 use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};
 use aitk_scheduler::{Job, Record};
+use std::collections::HashMap;
 use std::time::{Duration, SystemTime};
 
 /// Records spans of jobs, if a collector is configured.
@@ -52,22 +53,20 @@ impl Spans {
         if !self.tracer.is_on() {
             return;
         }
-        // A job's record follows its events.
-        let mut happened: Vec<(&JobId, &JobEvent)> = Vec::new();
+        // A job's record follows its events. A transaction may have those of a thousand jobs.
+        let mut happened: HashMap<&JobId, Vec<&JobEvent>> = HashMap::new();
         for record in records {
             match record {
                 Record::Event { job, event, .. }
                     if matches!(event.body, EventBody::State { .. } | EventBody::Attempt { .. }) =>
                 {
-                    happened.push((job, event));
+                    happened.entry(job).or_default().push(event);
                 }
-                Record::Job(job) => happened.retain(|(id, event)| {
-                    let this = **id == job.id;
-                    if this {
+                Record::Job(job) => {
+                    for event in happened.remove(&job.id).into_iter().flatten() {
                         self.record_event(job, event);
                     }
-                    !this
-                }),
+                }
                 _ => {}
             }
         }
