@@ -2,6 +2,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+/// Where Azure answers its virtual machines, also with credentials. It is the same in every network of Azure.
+const AZURE_WIRE_SERVER: Ipv4Addr = Ipv4Addr::new(168, 63, 129, 16);
+
 /// Whether this is a public internet address. Not public: loopback, private and shared networks (RFC 1918, RFC 6598, unique
 /// local), link-local addresses (where cloud metadata servers return credentials) and reserved ranges.
 #[must_use]
@@ -20,6 +23,7 @@ fn is_public_v4(address: Ipv4Addr) -> bool {
         (0, ..) | (100, 64..=127, _) | (192, 0, 0) | (192, 88, 99) | (198, 18..=19, _) | (224.., ..)
     );
     !(reserved
+        || address == AZURE_WIRE_SERVER
         || address.is_private()
         || address.is_loopback()
         || address.is_link_local()
@@ -39,7 +43,7 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
             v4(high, low)
         }
         // IETF protocols, benchmarks and documentation.
-        [0x2001, 0..=0x1ff | 0xdb8, ..] => false,
+        [0x2001, 0..=0x1ff | 0xdb8, ..] | [0x3fff, 0..=0xfff, ..] => false,
         // Public addresses are in 2000::/3.
         [first, ..] => first & 0xe000 == 0x2000,
     }
@@ -67,6 +71,7 @@ mod tests {
             "10.1.2.3",
             "100.64.0.1",
             "127.0.0.1",
+            "168.63.129.16",
             "169.254.169.254",
             "172.16.0.1",
             "192.168.1.1",
@@ -79,10 +84,12 @@ mod tests {
             "::1",
             "::7f00:1",
             "::ffff:127.0.0.1",
+            "::ffff:168.63.129.16",
             "::ffff:169.254.169.254",
             "64:ff9b::a9fe:a9fe",
             "2002:7f00:1::1",
             "2001:db8::1",
+            "3fff::1",
             "fc00::1",
             "fd00:ec2::254",
             "fe80::1",
