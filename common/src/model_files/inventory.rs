@@ -270,7 +270,8 @@ pub fn header_of(path: &Path) -> Result<TensorShapes, Unreadable> {
     let mut header = Vec::new();
     file.take(length).read_to_end(&mut header).map_err(failed)?;
     let weights = TensorShapes::of_safetensors(&header)?;
-    let needed = 8 + length + data_bytes(&header);
+    // The file may name any end.
+    let needed = data_bytes(&header).saturating_add(8 + length);
     if info.len() < needed {
         let has = info.len();
         return Err(Unreadable::Other(format!(
@@ -361,5 +362,28 @@ impl TensorShapes {
                 .map(|(name, info)| (name, info.shape))
                 .collect(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_that_announces_more_bytes_than_a_number_holds_is_cut_off() {
+        let header = format!(
+            r#"{{"w":{{"dtype":"U8","shape":[1],"data_offsets":[0,{}]}}}}"#,
+            u64::MAX
+        );
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        std::fs::write(&path, bytes).unwrap();
+        let found = header_of(&path);
+        assert!(
+            matches!(&found, Err(Unreadable::Other(why)) if why.contains("cut off")),
+            "{found:?}"
+        );
     }
 }
