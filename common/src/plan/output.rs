@@ -102,7 +102,9 @@ fn samples(process: &TrainerProcess, due: u64) -> u64 {
     let count = |section: &SampleConfig| section.samples.len() as u64;
     let each = count(&process.sample);
     let baseline = if process.train.skip_first_sample { 0 } else { each };
-    process.first_sample.as_ref().map_or(0, count) + baseline + (due + 1) * each
+    let periodic = due.saturating_add(1).saturating_mul(each);
+    let first = process.first_sample.as_ref().map_or(0, count);
+    periodic.saturating_add(first).saturating_add(baseline)
 }
 
 #[cfg(test)]
@@ -148,6 +150,11 @@ mod tests {
         let state = output.state_bytes.unwrap();
         assert!(state > 3 * save, "float32 and the optimizer's moments: {state}");
         assert_eq!(output.disk_bytes(), Some(6 * save + 3 * state + SMALL_FILE_BYTES));
+
+        // Any number of steps is accepted.
+        let mut endless = lora(u64::MAX, 4);
+        endless.sample.sample_every = Some(1);
+        assert_eq!(RunOutput::of(&endless, None).samples, u64::MAX);
 
         let all = RunOutput::of(&lora(1000, 0), None);
         assert_eq!((all.saves, all.saves_kept), (9, 9));
