@@ -8,6 +8,7 @@ use aitk_coordinator::{ClientAddress, ca_folder};
 use aitk_proto::client::{Clients, connect};
 use anyhow::Context;
 use clap::Args;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use tonic::Status;
 
@@ -33,12 +34,10 @@ impl RemoteArgs {
     pub(crate) fn remote_address(&self) -> String {
         if let Some(server) = &self.server {
             // A loopback address means another machine there.
-            let here = ["localhost", "127.", "[::1]"];
-            let host = server.split_once("://").map_or(server.as_str(), |(_, host)| host);
-            if !here.iter().any(|prefix| host.starts_with(prefix)) {
+            if !is_loopback(server) {
                 return server.clone();
             }
-            let port = host.rsplit_once(':').map_or("7420", |(_, port)| port);
+            let port = host_and_port(server).1.unwrap_or("7420");
             return format!("https://HOST:{port}");
         }
         let dir = self.data_dir.clone().map_or_else(default_data_dir, Ok);
@@ -57,8 +56,9 @@ impl RemoteArgs {
                     .map(|address| address.here)
             }
         };
-        let loopback = ["http://127.", "http://localhost", "http://[::1]"];
-        match plain.filter(|address| loopback.iter().any(|prefix| address.starts_with(prefix))) {
+        // Without a scheme, an address of this machine is one without TLS.
+        let is_plain = |address: &String| address.starts_with("http://") || !address.contains("://");
+        match plain.filter(|address| is_plain(address) && is_loopback(address)) {
             Some(address) => format!("{address} (on this machine; others need TLS, see docs/network.md)"),
             None => self.remote_address(),
         }
@@ -93,7 +93,58 @@ impl RemoteArgs {
     }
 }
 
+/// The host of a coordinator's address, without the brackets of IPv6, and its port if it has one.
+fn host_and_port(server: &str) -> (&str, Option<&str>) {
+    let rest = server.trim();
+    let rest = rest.split_once("://").map_or(rest, |(_, rest)| rest);
+    let authority = rest.split('/').next().unwrap_or_default();
+    let (host, port) = match authority.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((host, port)) => (host, port.strip_prefix(':')),
+        None => match authority.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (authority, None),
+        },
+    };
+    (host, port.filter(|port| !port.is_empty()))
+}
+
+/// Whether this is an address that a machine has for itself.
+fn is_loopback(server: &str) -> bool {
+    let (host, _) = host_and_port(server);
+    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
 /// Converts a status to an error with only its message.
 pub(crate) fn call_error(status: &Status) -> anyhow::Error {
     anyhow::anyhow!("{}", status.message())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_for_others_replace_only_those_of_this_machine() {
+        for (server, remote, login) in [
+            ("https://localhost:7421/", "https://HOST:7421", "https://HOST:7421"),
+            ("https://[::1]", "https://HOST:7420", "https://HOST:7420"),
+            ("http://[::1]:80", "https://HOST:80", "http://[::1]:80 (on this"),
+            ("localhost:99", "https://HOST:99", "localhost:99 (on this"),
+            (
+                "https://localhost.lab:7420",
+                "https://localhost.lab:7420",
+                "https://localhost.lab:7420",
+            ),
+            ("gpu.lab", "gpu.lab", "gpu.lab"),
+        ] {
+            let args = RemoteArgs {
+                server: Some(server.to_owned()),
+                token_file: None,
+                ca_file: None,
+                data_dir: None,
+            };
+            assert_eq!(args.remote_address(), remote, "{server}");
+            assert!(args.login_address().starts_with(login), "{}", args.login_address());
+        }
+    }
 }
