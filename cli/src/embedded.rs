@@ -208,7 +208,7 @@ impl EmbeddedCluster {
     /// When the coordinator refuses it, or it does not register within half a minute.
     pub async fn wait_until_registered(&mut self) -> Result<(), Failure> {
         let Some(worker) = &mut self.worker else { return Ok(()) };
-        let mut status = worker.status();
+        let (mut status, last_status) = (worker.status(), worker.status());
         let refused = |why: &str| {
             Failure::new(
                 Exit::Internal,
@@ -225,7 +225,7 @@ impl EmbeddedCluster {
             registered = tokio::time::timeout(REGISTRATION_TIMEOUT, connected) => match registered {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(_)) => Err(refused("the worker ended")),
-                Err(_) => Err(refused("timeout")),
+                Err(_) => Err(refused(&timeout_message(&last_status.borrow()))),
             },
             ended = worker.ended() => Err(refused(&ended.map_or_else(|error| crate::failure::chain(&error), |()| "the worker ended".to_owned()))),
         }
@@ -282,6 +282,17 @@ impl EmbeddedCluster {
     /// Whether [`Self::failed`] has returned: nothing can run here any more.
     pub fn has_failed(&self) -> bool {
         self.failure.is_some()
+    }
+}
+
+/// Why a worker is not registered after [`REGISTRATION_TIMEOUT`]: what it found last.
+fn timeout_message(status: &aitk_worker::Status) -> String {
+    let seconds = REGISTRATION_TIMEOUT.as_secs();
+    match status {
+        aitk_worker::Status::Connecting(Some(problem)) | aitk_worker::Status::Refused(problem) => {
+            format!("not within {seconds} seconds; the last problem: {problem}")
+        }
+        _ => format!("no answer within {seconds} seconds"),
     }
 }
 
@@ -477,6 +488,16 @@ mod tests {
         let local = local.unwrap_or_else(|failure| panic!("{}", failure.render(false)));
         assert!(local.api().server().starts_with("https://localhost:"));
         local.shutdown().await;
+    }
+
+    #[test]
+    fn a_worker_that_does_not_register_in_time_says_what_it_found_last() {
+        let message = timeout_message(&aitk_worker::Status::Connecting(Some("connection reset".to_owned())));
+        assert_eq!(message, "not within 30 seconds; the last problem: connection reset");
+        let message = timeout_message(&aitk_worker::Status::Refused("wrong token".to_owned()));
+        assert!(message.ends_with("wrong token"), "{message}");
+        let message = timeout_message(&aitk_worker::Status::Connecting(None));
+        assert_eq!(message, "no answer within 30 seconds");
     }
 
     #[tokio::test]
