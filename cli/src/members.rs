@@ -104,8 +104,9 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
     // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
-        let result = match api.members(&array.id).await {
-            Ok(members) => api.get(array.id.as_str()).await.map(|array| (array, members)),
+        // The members after the array: when it has ended, the last states of all of them are shown.
+        let result = match api.get(array.id.as_str()).await {
+            Ok(current) => api.members(&array.id).await.map(|members| (current, members)),
             Err(failure) => Err(failure),
         };
         match result {
