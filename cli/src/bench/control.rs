@@ -31,6 +31,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandResult {
     let ui = context.ui(true);
+    let database = database(args)?;
     let (disk, memory);
     let folder = if args.store == BenchStore::Memory {
         memory = in_memory()?;
@@ -39,7 +40,6 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         disk = PrivateFolder::new(&context.paths.state)?;
         disk.path()
     };
-    let database = args.database.as_deref().filter(|_| args.store == BenchStore::Postgres);
     let mut server = Server::start(folder, database).await?;
     let token = server.token()?;
     let mut api = Vec::new();
@@ -138,6 +138,21 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         ),
     ])?;
     Ok(Exit::Ok)
+}
+
+/// The PostgreSQL database, if it is the store.
+///
+/// # Errors
+/// When a database is given and another store is measured.
+fn database(args: &BenchControlArgs) -> Result<Option<&str>, Failure> {
+    match (args.database.as_deref(), args.store) {
+        (database, BenchStore::Postgres) => Ok(database),
+        (None, _) => Ok(None),
+        (Some(_), store) => Err(Failure::usage(format!(
+            "--database is for --store postgres, and the store is {}",
+            store.name()
+        ))),
+    }
 }
 
 /// Creates a folder on a file system in memory. It is removed when dropped.
@@ -303,6 +318,25 @@ async fn next_event(workers: &mut SimulatedWorkers) -> Result<WorkerEvent, Failu
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_database_is_for_postgres_alone() {
+        let args = |store, database: Option<&str>| BenchControlArgs {
+            jobs: 1,
+            workers: 1,
+            waiting: 0,
+            heartbeats: 0,
+            store,
+            database: database.map(str::to_owned),
+            json: false,
+        };
+        let url = "postgres://aitk@localhost/bench";
+        assert_eq!(database(&args(BenchStore::Postgres, Some(url))).unwrap(), Some(url));
+        assert_eq!(database(&args(BenchStore::Memory, None)).unwrap(), None);
+        let failure = database(&args(BenchStore::Sqlite, Some(url))).unwrap_err();
+        assert_eq!(failure.exit, Exit::Usage);
+        assert!(failure.message.contains("the store is sqlite"), "{}", failure.message);
+    }
 
     #[test]
     fn quantiles_are_measured_times() {
