@@ -53,6 +53,16 @@ pub(super) fn block_rates(import: &mut Import<'_>, arguments: &[Argument], convo
             None => Vec::new(),
             Some(argument) => weights_of(import, argument, count, is_middle),
         };
+        if let Some(argument) = text.filter(|_| !list.is_empty() && list.len() != count) {
+            let effect = match list.len() > count {
+                true => "the rest is ignored",
+                false => "1 is taken for the others",
+            };
+            let numbers = if count == 1 { "number" } else { "numbers" };
+            let (name, found) = (&argument.name, list.len());
+            let message = format!("{name}: expected {count} {numbers}, found {found}; as in sd-scripts, {effect}");
+            import.note("network_args", message);
+        }
         list.resize(count, 1.0);
         weights.push(
             list.into_iter()

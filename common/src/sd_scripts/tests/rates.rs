@@ -43,6 +43,30 @@ fn text_encoders_of_whole_models_have_rates_of_their_own() {
     }
 }
 
+/// `get_block_lr_weight` of networks/lora.py warns, too.
+#[test]
+fn too_many_or_too_few_weights_of_blocks_are_noted() {
+    for (argument, says) in [
+        (
+            "down_lr_weight=0.5,1",
+            Some("down_lr_weight: expected 12 numbers, found 2; as in sd-scripts, 1 is taken"),
+        ),
+        (
+            "mid_lr_weight=0.5,2",
+            Some("mid_lr_weight: expected 1 number, found 2; as in sd-scripts, the rest is ignored"),
+        ),
+        ("up_lr_weight=sine+0.5", None),
+        ("up_lr_weight=1,1,1,1,1,1,1,1,1,1,1,0.5", None),
+    ] {
+        let (_, notes) = train(Script::TrainNetwork, &format!("network_args = [\"{argument}\"]"));
+        let found = notes.iter().find(|note| note.contains("as in sd-scripts, "));
+        match says {
+            Some(says) => assert!(found.is_some_and(|note| note.contains(says)), "{notes:?}"),
+            None => assert_eq!(found, None, "{argument}"),
+        }
+    }
+}
+
 /// sd-scripts caches T5 and trains the other text encoders (`get_models_for_text_encoding` of flux_train_network.py and sd3_train_network.py).
 #[test]
 fn text_of_trained_text_encoders_is_not_cached() {
