@@ -2,8 +2,9 @@
 
 use super::declare::choices;
 
-const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`, `lm_trainer`), makes images (`to_folder`, \
-                     `batch_img2img`), generates texts (`lm_generate`), exports code models (`lm_export`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
+const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`, `ultimate_slider_trainer`, \
+                     `image_reference_slider_trainer`, `lm_trainer`), makes images (`to_folder`, `batch_img2img`), generates texts \
+                     (`lm_generate`), exports code models (`lm_export`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
                      a program of your own runs as `extension:NAME` (docs/extensions.md)";
 
 choices! {
@@ -120,6 +121,22 @@ impl ProcessType {
             Self::ExtractLocon | Self::ExtractLora => JobKind::Extract,
             Self::RescaleLora | Self::LmExport => JobKind::Mod,
             _ => JobKind::Extension,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::schema::{FieldValue, SupportLevel};
+
+    #[test]
+    fn a_refused_type_lists_all_that_run() {
+        for (name, level) in ProcessType::values() {
+            let is_older_name = matches!(name, "ui_trainer" | "textual_inversion_trainer");
+            if level == SupportLevel::Works && !is_older_name {
+                assert!(LATER.contains(&format!("`{name}`")), "{name}");
+            }
         }
     }
 }
