@@ -30,6 +30,8 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         ui.data(&json!(result).to_string())?;
         return Ok(Exit::Ok);
     }
+    let duration = duration(args)?;
+    check_dtype(&args.dtype)?;
     let devices = find_devices(args.device.as_deref()).await?;
     let device = devices
         .first()
@@ -38,7 +40,6 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         "{} ({}): time of one run, operations per second, peak memory",
         device.name, device.architecture
     ));
-    let duration = duration(args)?;
     let mut results = Vec::new();
     let mut failed = 0;
     for benchmark in benchmarks {
@@ -136,6 +137,14 @@ fn duration(args: &BenchEngineArgs) -> Result<Duration, Failure> {
         .ok_or_else(|| Failure::usage(format!("--seconds takes 0 to {}", MAX_DURATION.as_secs())))
 }
 
+/// Checks the name of a dtype before each benchmark fails for it.
+fn check_dtype(name: &str) -> Result<(), Failure> {
+    let parsed = aitk_engine::device::parse_dtype(name);
+    parsed
+        .map(drop)
+        .map_err(|error| Failure::usage(format!("--dtype: {error}")))
+}
+
 /// What a child process measures.
 pub(crate) struct ChildBenchmark<'a> {
     /// The benchmark.
@@ -201,6 +210,14 @@ mod tests {
             .map(|failure| failure.message)
             .unwrap_or_default();
         assert!(none.contains("sd99"), "{none}");
+    }
+
+    #[test]
+    fn an_unknown_dtype_is_a_usage_error() {
+        assert_eq!(check_dtype("bf16"), Ok(()));
+        let failure = check_dtype("int3").unwrap_err();
+        assert_eq!(failure.exit, Exit::Usage);
+        assert!(failure.message.contains("int3"), "{}", failure.message);
     }
 
     #[test]
