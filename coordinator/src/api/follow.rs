@@ -5,9 +5,12 @@ use super::status::store_status;
 use aitk_common::control_plane::{EventBody, JobEvent};
 use aitk_common::id::JobId;
 use aitk_proto::v1;
+use futures::stream::{self, Stream, StreamExt};
+use std::pin::Pin;
 use std::time::Duration;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 /// Events read from the store at once.
@@ -15,16 +18,48 @@ const PAGE_SIZE: u32 = 50;
 /// Events buffered per follower. A slow follower blocks only its own task.
 pub(super) const WIRE_BUFFER: usize = 16;
 /// A follower that reads nothing for this time is disconnected.
-pub(super) const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
+const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-type Follower = mpsc::Sender<Result<v1::JobEvent, Status>>;
+type Follower = mpsc::Sender<v1::JobEvent>;
+/// The events that a follower gets, and the error with which they end.
+pub(super) type EventStream = Pin<Box<dyn Stream<Item = Result<v1::JobEvent, Status>> + Send>>;
 
-/// Sends an event. Returns whether the follower is still connected.
-async fn send(follower: &Follower, event: JobEvent) -> bool {
-    matches!(
-        tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Ok(event.into()))).await,
-        Ok(Ok(()))
-    )
+/// Returns the stream of a follower. `end` is how [`stream_events`] ended: beside the channel, so that an error arrives although the
+/// channel is full. Without it a follower would take the events that it has for all.
+pub(super) fn event_stream(
+    events: mpsc::Receiver<v1::JobEvent>,
+    end: oneshot::Receiver<Result<(), Status>>,
+) -> EventStream {
+    let error = async move {
+        let status = match end.await {
+            Ok(Ok(())) => return None,
+            Ok(Err(status)) => status,
+            Err(_) => Status::unavailable("the stream of events ended early; follow again from the last cursor"),
+        };
+        Some(Err::<v1::JobEvent, Status>(status))
+    };
+    let events = ReceiverStream::new(events).map(Ok::<v1::JobEvent, Status>);
+    Box::pin(events.chain(stream::once(error).filter_map(std::future::ready)))
+}
+
+/// Sends an event.
+///
+/// # Errors
+/// When the follower has disconnected, or reads nothing for [`FOLLOWER_TIMEOUT`].
+async fn send(follower: &Follower, event: JobEvent) -> Result<(), Status> {
+    send_within(follower, event, FOLLOWER_TIMEOUT).await
+}
+
+async fn send_within(follower: &Follower, event: JobEvent, limit: Duration) -> Result<(), Status> {
+    match tokio::time::timeout(limit, follower.send(event.into())).await {
+        Ok(Ok(())) => Ok(()),
+        // Nobody is there to get it.
+        Ok(Err(_)) => Err(Status::cancelled("the follower has disconnected")),
+        Err(_) => Err(Status::unavailable(format!(
+            "no event was read for {} seconds; follow again from the last cursor",
+            limit.as_secs()
+        ))),
+    }
 }
 
 /// Sends stored events, then live events, without gaps or repetitions. Ends when the job has ended.
@@ -49,9 +84,7 @@ pub(super) async fn stream_events(
             let full_page = page.len() == PAGE_SIZE as usize;
             for event in page {
                 cursor = event.cursor;
-                if !send(follower, event).await {
-                    return Ok(());
-                }
+                send(follower, event).await?;
             }
             if !full_page {
                 break;
@@ -75,9 +108,7 @@ pub(super) async fn stream_events(
                 attempt: None,
                 body: EventBody::Progress(progress),
             };
-            if !send(follower, event).await {
-                return Ok(());
-            }
+            send(follower, event).await?;
         }
         if newest > cursor {
             continue;
@@ -113,9 +144,63 @@ pub(super) async fn stream_events(
             cursor = event.cursor;
             progress_sent |= ephemeral;
             let ended = matches!(&event.body, EventBody::State { state, .. } if state.is_ended());
-            if !send(follower, (*event).clone()).await || ended {
+            send(follower, (*event).clone()).await?;
+            if ended {
                 return Ok(());
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_common::control_plane::UnixMillis;
+
+    fn event(cursor: u64) -> JobEvent {
+        JobEvent {
+            cursor,
+            time: UnixMillis(0),
+            attempt: None,
+            body: EventBody::Log {
+                level: "info".to_owned(),
+                message: "a line".to_owned(),
+            },
+        }
+    }
+
+    #[tokio::test]
+    async fn a_follower_that_reads_nothing_for_long_gets_an_error_after_its_events() {
+        let (follower, receiver) = mpsc::channel(1);
+        let (end, ended) = oneshot::channel();
+        let limit = Duration::from_millis(20);
+        let sending = tokio::spawn(async move {
+            let mut sent = Ok(());
+            for cursor in 1..=2 {
+                sent = sent.and(send_within(&follower, event(cursor), limit).await);
+            }
+            let _ = end.send(sent);
+        });
+        // The first event fills the channel, and nothing reads it in time.
+        sending.await.unwrap();
+        let received: Vec<_> = event_stream(receiver, ended).collect().await;
+        assert_eq!(received.len(), 2, "{received:?}");
+        assert_eq!(received[0].as_ref().unwrap().cursor, 1);
+        let status = received[1].as_ref().unwrap_err();
+        assert_eq!(status.code(), tonic::Code::Unavailable);
+    }
+
+    #[tokio::test]
+    async fn a_stream_ends_without_an_error_when_all_events_were_sent() {
+        let (follower, receiver) = mpsc::channel(1);
+        let (end, ended) = oneshot::channel();
+        send(&follower, event(1)).await.unwrap();
+        drop(follower);
+        end.send(Ok(())).unwrap();
+        let received: Vec<_> = event_stream(receiver, ended).collect().await;
+        assert!(
+            matches!(&received[..], [Ok(event)] if event.cursor == 1),
+            "{received:?}"
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! The jobs service: jobs, their files, and workers.
 
 use super::auth::{caller, same_machine};
-use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
+use super::follow::{EventStream, WIRE_BUFFER, event_stream, stream_events};
 use super::new_job::new_job;
 use super::shared::Shared;
 use super::status::{refusal_status, store_status, token_ended_status};
@@ -20,8 +20,7 @@ use aitk_proto::v1::jobs_server::Jobs;
 use aitk_proto::{MAX_MESSAGE_BYTES, Message, encoded_len, trace, v1};
 use aitk_scheduler::{Event, ListQuery, NewJob, Payload, Refusal, Reply, State, Ticket};
 use std::sync::Arc;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::{mpsc, oneshot};
 use tonic::{Request, Response, Status};
 
 #[derive(Debug)]
@@ -406,7 +405,7 @@ impl Jobs for JobsApi {
         }
     }
 
-    type EventsStream = ReceiverStream<Result<v1::JobEvent, Status>>;
+    type EventsStream = EventStream;
 
     async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
         let who = caller(&request)?;
@@ -419,17 +418,17 @@ impl Jobs for JobsApi {
             )));
         }
         let (follower, receiver) = mpsc::channel(WIRE_BUFFER);
+        let (end, ended) = oneshot::channel();
         let shared = self.0.clone();
         tokio::spawn(async move {
             let streamed = tokio::select! {
                 streamed = stream_events(&shared, &job, cursor, follow, &follower) => streamed,
                 () = shared.access.wait_until_invalid(&who) => Err(token_ended_status()),
             };
-            if let Err(status) = streamed {
-                let _ = tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Err(status))).await;
-            }
+            // A follower that has gone needs no end.
+            let _ = end.send(streamed);
         });
-        Ok(Response::new(ReceiverStream::new(receiver)))
+        Ok(Response::new(event_stream(receiver, ended)))
     }
 
     async fn artifacts(&self, request: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
