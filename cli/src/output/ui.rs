@@ -1,7 +1,7 @@
 //! Writes to standard output, standard error and a log file, and adapts to the terminal if there is one.
 
 use super::Table;
-use super::format::{wrap, wrap_sentences};
+use super::format::{printable_lines, wrap, wrap_sentences};
 use super::json::{json_text, versioned};
 use crate::failure::Failure;
 use indicatif::ProgressBar;
@@ -228,6 +228,7 @@ impl Ui {
 
     /// Prints `warning: …` to standard error.
     pub fn warn(&self, text: &str) {
+        let text = printable_lines(text);
         let plain = format!("warning: {text}");
         if self.color_err {
             self.print_message(&format!("\x1b[1;33mwarning:\x1b[0m {text}"), &plain);
@@ -238,6 +239,7 @@ impl Ui {
 
     /// Prints `hint: …` to standard error.
     pub fn hint(&self, text: &str) {
+        let text = printable_lines(text);
         let plain = format!("hint: {text}");
         if self.color_err {
             self.print_message(&format!("\x1b[36mhint:\x1b[0m {text}"), &plain);
@@ -246,8 +248,13 @@ impl Ui {
         }
     }
 
-    /// Prints an error and its hints to standard error.
+    /// Prints an error and its hints to standard error. They may quote names of any origin, such as of tensors in a downloaded file.
     pub fn failure(&self, failure: &Failure) {
+        let failure = Failure {
+            exit: failure.exit,
+            message: printable_lines(&failure.message),
+            hints: failure.hints.iter().map(|hint| printable_lines(hint)).collect(),
+        };
         let plain = failure.render(false);
         if !plain.is_empty() {
             self.print_message(failure.render(self.color_err).trim_end(), plain.trim_end());
@@ -346,6 +353,20 @@ mod tests {
         assert_eq!(
             std::fs::read_to_string(&path).unwrap(),
             "warning: careful\nwarning: careful\n"
+        );
+    }
+
+    #[test]
+    fn errors_and_warnings_send_nothing_that_a_terminal_obeys() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.log");
+        let ui = Ui::silent().tee(&path).unwrap();
+        ui.failure(&Failure::failed("the layer `\x1b]0;x\x07` is unknown\nand\tmore").hint("see `\x1b[2J`"));
+        ui.warn("\x1b[1A");
+        ui.hint("\u{202e}");
+        assert_eq!(
+            std::fs::read_to_string(&path).unwrap(),
+            "error: the layer `\u{fffd}]0;x\u{fffd}` is unknown\nand more\nhint: see `\u{fffd}[2J`\nwarning: \u{fffd}[1A\nhint: \u{fffd}\n"
         );
     }
 
