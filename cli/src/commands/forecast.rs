@@ -7,7 +7,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
 use crate::output::format::printable;
-use crate::preflight::{check_models, image_batches};
+use crate::preflight::check_before_fit;
 use crate::submission_data::{images, job_json, longest_prompt, parameter_counts};
 use aitk_common::control_plane::{Forecast, Submission};
 use aitk_common::job::LoadedJob;
@@ -34,8 +34,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
         ..ReadOptions::default()
     };
     let loaded = config::read(&ui, &args.config, &context.directory, options)?;
-    check_models(&ui, &loaded, &context.directory).await?;
-    let batches = image_batches(&loaded, &context.directory).await;
+    let batches = check_before_fit(&ui, &loaded, &context.directory).await?;
     let submission = submission(&loaded, &args.config, &context.directory, batches)?;
     let forecast = context.api().await?.fit(submission).await??;
     show(&ui, &forecast, args.json)?;

@@ -31,21 +31,28 @@ use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Checks all models of a job, and prints which could not be checked.
+/// Checks a config before the coordinator is asked where it fits: all models, and which of them could not be checked. What else would stop
+/// a submission is a warning, because the data may be elsewhere. Returns the largest batches of its data sets, which the prediction of memory needs.
 ///
 /// # Errors
 /// When a model belongs to a family, or is in a format, that this release does not support, or when files are missing
 /// or damaged.
-pub async fn check_models(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
-    check_selected_models(ui, &loaded.spec, directory, |_| true)
-        .await
-        .map(|_| ())
+pub async fn check_before_fit(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Result<Vec<ImageBatch>, Failure> {
+    let report = Report::new(loaded, Vec::new(), directory).await;
+    for note in report.models.iter().filter_map(|model| model.unchecked.as_deref()) {
+        ui.notice(&printable(note));
+    }
+    fail_on(report.models.iter().filter_map(|model| model.problem.clone()).collect())?;
+    for problem in report.problems() {
+        ui.warn(&printable(&format!("`aitk submit` would stop here: {problem}")));
+    }
+    Ok(report.image_batches())
 }
 
 /// Checks the models for which `wanted` returns true. Returns the hub's current commits of those that are repositories.
 ///
 /// # Errors
-/// As [`check_models`].
+/// As [`check_before_fit`].
 pub async fn check_selected_models(
     ui: &Ui,
     spec: &JobSpec,
@@ -99,12 +106,6 @@ pub async fn check_before_start(
         image_batches: report.image_batches(),
         commits: commits(report.models),
     })
-}
-
-/// Reads the data sets of a job that are on this machine. Returns the largest batches of its trainings, which the
-/// prediction of memory needs.
-pub async fn image_batches(loaded: &LoadedJob, directory: &Path) -> Vec<ImageBatch> {
-    report::image_batches(loaded, directory).await
 }
 
 fn commits(models: Vec<ModelReport>) -> Commits {

@@ -96,19 +96,6 @@ impl ProcessReport {
     }
 }
 
-/// Reads the data sets and files of prompts of a job that are on this machine. Returns the largest batches of its trainings, and the largest
-/// images of its files and of those that it changes.
-pub(super) async fn image_batches(loaded: &LoadedJob, directory: &Path) -> Vec<ImageBatch> {
-    let trainings = trainings(loaded, None, directory).await;
-    let mut batches: Vec<ImageBatch> = trainings.iter().flat_map(ProcessReport::image_batches).collect();
-    batches.extend(largest_images(&loaded.spec, directory));
-    #[cfg(feature = "embedded")]
-    batches.extend(sizes::changed_batches(
-        &sizes::changed_sizes(&loaded.spec, directory).await,
-    ));
-    batches
-}
-
 impl Report {
     /// Checks a config that was read without errors. `warnings` are those of reading it; they are part of the report.
     pub async fn new(loaded: &LoadedJob, warnings: Vec<String>, directory: &Path) -> Self {

@@ -307,9 +307,22 @@ async fn a_queue_is_explained_reordered_and_paused() {
     let fit = cluster.aitk(&["fit", "job.yaml"]).await;
     assert_eq!(code(&fit), 7, "{}", err(&fit));
     assert!(out(&fit).starts_with("no worker is connected"), "{}", out(&fit));
+    assert!(!err(&fit).contains("would stop here"), "{}", err(&fit));
     let fit = cluster.aitk(&["fit", "job.yaml", "--json"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&fit)).unwrap();
     assert_eq!(json["devices"], serde_json::json!([]));
+    // What `submit` refuses is a warning here: the images may be elsewhere.
+    let text = std::fs::read_to_string(cluster.home.path().join("job.yaml")).unwrap();
+    cluster
+        .home
+        .write("elsewhere.yaml", &text.replace("datasets/my_images", "datasets/none"));
+    let fit = cluster.aitk(&["fit", "elsewhere.yaml"]).await;
+    assert_eq!(code(&fit), 7, "{}", err(&fit));
+    let said = err(&fit).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(
+        said.contains("warning: `aitk submit` would stop here:") && said.contains("datasets/none"),
+        "{said}"
+    );
 
     let id = out(&cluster.aitk(&["submit", "job.yaml", "--user", "ada"]).await)
         .trim()
