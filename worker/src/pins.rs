@@ -52,10 +52,20 @@ impl PinFolder {
         self.settled.load(Ordering::Relaxed) >= sent
     }
 
-    /// Pins a file, or the files of a flat folder. A disk without hard links gets copies.
+    /// Pins a file, or the files of a flat folder. A disk without hard links gets copies. Nothing is left of a pin that fails: copies
+    /// would keep a full disk full.
     pub(crate) async fn pin(&self, path: PathBuf, number: u64) -> Result<PathBuf, FsError> {
         let target = self.path(number);
-        self.run_blocking(move || link(&path, &target).map(|()| target)).await
+        self.run_blocking(move || match link(&path, &target) {
+            Ok(()) => Ok(target),
+            Err(error) => {
+                if let Err(error) = fsutil::remove(&target) {
+                    tracing::warn!(%error, "a part of a result that could not be kept was not removed");
+                }
+                Err(error)
+            }
+        })
+        .await
     }
 
     /// Saves an announcement beside its pin.
@@ -125,8 +135,9 @@ mod tests {
         for (number, other) in [(2, "link"), (3, "fifo")] {
             assert!(pins.pin(output.join(other), number).await.is_err(), "{other}");
         }
-        // The same inside an announced folder.
+        // The same inside an announced folder, of which nothing is kept then.
         assert!(pins.pin(output.clone(), 4).await.is_err());
+        assert!(!pins.path(4).exists());
     }
 
     #[tokio::test]
