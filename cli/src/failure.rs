@@ -1,6 +1,7 @@
 //! The error type of the command line: a message, hints about what to do, and an exit code.
 
 use crate::exit::Exit;
+pub use aitk_common::error_chain::error_chain as chain;
 use std::io;
 
 /// The error of a command.
@@ -95,23 +96,6 @@ impl Failure {
         }
         text
     }
-}
-
-/// Formats an error and its sources as one line.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut inner = error.source();
-    while let Some(cause) = inner {
-        let cause_text = cause.to_string();
-        // Some errors repeat their cause in their own text.
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        inner = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

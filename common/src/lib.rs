@@ -11,6 +11,7 @@ pub mod caption_metadata;
 pub mod checkpoint;
 pub mod confinement;
 pub mod control_plane;
+pub mod error_chain;
 pub mod fsutil;
 pub mod gguf;
 pub mod hash;

@@ -1,10 +1,10 @@
 //! Builds the assignment message of a placed attempt. This runs in the session's own task, so that the configs of many
 //! large jobs are read concurrently and the scheduler does not wait for them.
 
-use crate::error_chain::error_chain;
 use crate::job_config_cache::JobConfigCache;
 use crate::store::{Store, StoreError};
 use aitk_common::control_plane::{Assignment, ToWorker};
+use aitk_common::error_chain::error_chain;
 use aitk_common::id::{AttemptId, UserName};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};

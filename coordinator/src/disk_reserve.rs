@@ -1,8 +1,8 @@
 //! Free disk space of this machine. A part is reserved for the database: blobs are refused before they use it, so that
 //! acknowledged changes can always be stored.
 
-use crate::error_chain::error_chain;
 use crate::scheduler_task::SchedulerHandle;
+use aitk_common::error_chain::error_chain;
 use aitk_scheduler::Event;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -17,7 +17,6 @@ mod config;
 mod connection_limiter;
 mod data_folder;
 mod disk_reserve;
-mod error_chain;
 mod garbage;
 mod job_config_cache;
 mod job_size_limit;

@@ -2,10 +2,12 @@
 
 mod commands;
 
+use aitk_common::error_chain::error_chain;
 use anyhow::Context;
 use clap::Parser;
 use commands::Command;
 use commands::serve::{ServeArgs, serve, start_logging};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// Manages the queue of training and generation jobs and assigns them to workers.
@@ -49,7 +51,8 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // Standard error may be closed.
+            let _ = writeln!(std::io::stderr(), "error: {}", error_chain(&*error));
             ExitCode::FAILURE
         }
     }

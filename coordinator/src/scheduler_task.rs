@@ -8,7 +8,6 @@ pub(crate) use handle::{SchedulerHandle, SchedulerStopped};
 
 use crate::assign::{Outgoing, PendingAssignment};
 use crate::clock::Clock;
-use crate::error_chain::error_chain;
 use crate::job_config_cache::JobConfigCache;
 use crate::metrics::Metrics;
 use crate::spans::Spans;
@@ -16,6 +15,7 @@ use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
 use aitk_common::backoff::Backoff;
 use aitk_common::control_plane::ToWorker;
+use aitk_common::error_chain::error_chain;
 use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
 use handle::{EventBroadcaster, Input, ReplySender};
 use std::collections::HashMap;

@@ -1,5 +1,6 @@
 //! The worker daemon.
 
+use aitk_common::error_chain::error_chain;
 use aitk_common::job::cluster::TimeSpan;
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
@@ -200,7 +201,7 @@ fn main() -> ExitCode {
         None => run_daemon(cli.daemon),
     };
     result.unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "error: {error:#}");
+        let _ = writeln!(std::io::stderr(), "error: {}", error_chain(&*error));
         ExitCode::FAILURE
     })
 }

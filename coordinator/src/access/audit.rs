@@ -1,8 +1,8 @@
 //! Writes lines of the audit log to the store in the background.
 
-use crate::error_chain::error_chain;
 use crate::store::{AuditLine, Store, StoreError};
 use aitk_common::backoff::Backoff;
+use aitk_common::error_chain::error_chain;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Write};

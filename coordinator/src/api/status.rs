@@ -2,9 +2,9 @@
 
 use crate::access::AccessError;
 use crate::blob_access::BlobAccessError;
-use crate::error_chain::error_chain;
 use crate::scheduler_task::SchedulerStopped;
 use crate::store::StoreError;
+use aitk_common::error_chain::error_chain;
 use aitk_common::storage::StorageError;
 use aitk_proto::STORAGE_HEADER;
 use aitk_scheduler::Refusal;

@@ -111,7 +111,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
                 limiter.mark_authenticated(from);
             }
             Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
-                tracing::debug!(error = %crate::error_chain::error_chain(&error), leader = leader.address, "cannot forward a call to the leader");
+                tracing::debug!(error = %aitk_common::error_chain::error_chain(&error), leader = leader.address, "cannot forward a call to the leader");
                 let text = format!(
                     "the leading coordinator {} does not answer; another one takes over within seconds, try again",
                     leader.address

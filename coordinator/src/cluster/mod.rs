@@ -213,7 +213,7 @@ impl ClusterNode {
                 Err(error) => {
                     leader_sender.send_replace(None);
                     if warned_at.is_none_or(|at| at.elapsed() > WARN_INTERVAL) {
-                        tracing::warn!(error = %crate::error_chain::error_chain(&error), "cannot find out which coordinator leads; trying again");
+                        tracing::warn!(error = %aitk_common::error_chain::error_chain(&error), "cannot find out which coordinator leads; trying again");
                         warned_at = Some(Instant::now());
                     }
                 }

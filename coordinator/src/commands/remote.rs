@@ -72,7 +72,7 @@ impl RemoteArgs {
             None => match Token::from_env(&|name| std::env::var(name).ok())? {
                 Some(token) => token,
                 None => Token::read(&dir()?.join("token"))
-                    .context("no token was given, and there is none in the data folder")?,
+                    .context("no token was given, and that in the data folder cannot be used")?,
             },
         };
         // The data folder contains the authority of the coordinator's certificate.

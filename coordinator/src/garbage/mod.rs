@@ -13,10 +13,10 @@ pub(crate) use pins::{PinGuard, Pins};
 
 use crate::blob_access::Uploads;
 use crate::clock::Clock;
-use crate::error_chain::error_chain;
 use crate::scheduler_task::SchedulerHandle;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control_plane::UnixMillis;
+use aitk_common::error_chain::error_chain;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
 use aitk_scheduler::{Event, MAX_EXPIRED_PER_CALL, State};

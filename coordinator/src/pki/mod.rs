@@ -15,7 +15,7 @@ pub(crate) use signer::{Signer, wall_clock};
 
 use crate::config::{PkiConfig, TlsFiles};
 use crate::connection_limiter::ConnectionLimiter;
-use crate::error_chain::error_chain;
+use aitk_common::error_chain::error_chain;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::{Ca, CaError};
 use certificate_renewal::CurrentCertificate;

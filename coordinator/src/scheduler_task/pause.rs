@@ -8,9 +8,9 @@
 use super::handle::{Input, ReplySender};
 use super::{STORE_RETRY_TIME, SchedulerTask};
 use crate::assign::Outgoing;
-use crate::error_chain::error_chain;
 use crate::store::{AuditLine, StoreError};
 use aitk_common::control_plane::ToWorker;
+use aitk_common::error_chain::error_chain;
 use aitk_scheduler::{Effect, Event, Record, Refusal, SessionId, Ticket};
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};

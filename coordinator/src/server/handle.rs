@@ -2,8 +2,8 @@
 
 use super::error::RunError;
 use super::local_resources::LocalResources;
-use crate::error_chain::error_chain;
 use crate::store::{Store, StoreError};
+use aitk_common::error_chain::error_chain;
 use futures::future::BoxFuture;
 use std::net::SocketAddr;
 use std::path::PathBuf;
