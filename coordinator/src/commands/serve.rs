@@ -17,6 +17,8 @@ use std::time::Duration;
 
 const HOUR: u64 = 3600;
 const DAY: u64 = 24 * HOUR;
+/// The default lifetime of a worker's certificate in days.
+const WORKER_CERT_DAYS: u32 = 30;
 /// How long sending the last spans may take at shutdown.
 const LAST_SPANS: Duration = Duration::from_secs(2);
 
@@ -50,7 +52,7 @@ pub(crate) struct ServeArgs {
     )]
     hostnames: Vec<String>,
     /// Lifetime of a worker's certificate in days; the worker renews it after half of it.
-    #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 30, value_name = "DAYS",
+    #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = WORKER_CERT_DAYS, value_name = "DAYS",
           value_parser = clap::value_parser!(u32).range(1..=365))]
     worker_cert_days: u32,
     /// Accept workers on other machines that have a token but no certificate. Meant for a migration: a copied token works
@@ -143,7 +145,19 @@ pub(crate) struct ServeArgs {
 }
 
 impl ServeArgs {
+    /// The options that were given and have no effect without an authority (`init`).
+    fn authority_options(&self) -> Vec<&'static str> {
+        let options = [
+            (!self.hostnames.is_empty(), "--hostname"),
+            (self.allow_worker_tokens, "--allow-worker-tokens"),
+            (self.worker_cert_days != WORKER_CERT_DAYS, "--worker-cert-days"),
+        ];
+        let given = options.into_iter().filter(|(is_given, _)| *is_given);
+        given.map(|(_, name)| name).collect()
+    }
+
     fn config(self) -> anyhow::Result<Config> {
+        let authority_options = self.authority_options();
         let data_dir = match self.data_dir {
             Some(path) => path,
             None => default_data_dir()?,
@@ -156,6 +170,14 @@ impl ServeArgs {
         // Parsed here instead of by clap, whose error message would repeat the password.
         let database = self.database.as_deref().map(str::parse::<DatabaseUrl>).transpose()?;
         let authority = ca_folder(&data_dir);
+        if !authority_options.is_empty() && !authority.exists() {
+            tracing::warn!(
+                options = authority_options.join(", "),
+                folder = %authority.display(),
+                "these options are for certificates of the coordinator's own authority, and it has none: create one with \
+                 `aitk-coordinator init`, or remove the options"
+            );
+        }
         let days = |days: u32| Duration::from_secs(u64::from(days) * DAY);
         let every = Duration::from_secs(u64::from(self.gc_minutes) * 60);
         Ok(Config {
@@ -313,4 +335,28 @@ async fn shutdown_signal() {
         }
     }
     let _ = tokio::signal::ctrl_c().await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        serve: ServeArgs,
+    }
+
+    #[test]
+    fn options_of_an_authority_are_found() {
+        let found = |arguments: &[&str]| {
+            let all = std::iter::once("aitk-coordinator").chain(arguments.iter().copied());
+            Program::try_parse_from(all).unwrap().serve.authority_options()
+        };
+        let given = ["--hostname", "gpu.lab", "--worker-cert-days", "7"];
+        assert_eq!(found(&given), ["--hostname", "--worker-cert-days"]);
+        assert_eq!(found(&["--allow-worker-tokens"]), ["--allow-worker-tokens"]);
+        assert!(found(&["--worker-cert-days", "30"]).is_empty());
+    }
 }
