@@ -24,7 +24,7 @@ impl Clock {
         self.wall.after(self.start.elapsed())
     }
 
-    /// Wall-clock time for expiry dates of tokens and certificates. It advances while the machine is suspended;
+    /// Wall-clock time for expiry dates of tokens and certificates, and for the start times of jobs. It advances while the machine is suspended;
     /// setting the clock back extends no lifetime beyond [`Self::now`].
     pub(crate) fn wall_time(&self) -> UnixMillis {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -120,6 +120,7 @@ impl SchedulerTask {
 
     async fn process_batch(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
         let now = self.clock.now();
+        self.state.set_wall_clock_ahead(self.clock.wall_time().since(now));
         let (mut records, mut audit, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut waiting = Vec::new();
         let mut callers = HashMap::new();

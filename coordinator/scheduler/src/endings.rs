@@ -368,6 +368,7 @@ impl State {
 
     /// Puts a job back into the queue, to start after `wait`; stops it if its time limit is used up.
     pub(super) fn requeue(&mut self, changes: &mut Changes, id: &JobId, why: String, wait: Duration) {
+        let not_before = self.wall_time(changes.now).after(wait);
         let Some(job) = self.jobs.get_mut(id) else { return };
         if job
             .requirements
@@ -378,7 +379,7 @@ impl State {
                 format!("its time limit is over, and `aitk resume` gives it as much time again; before: {why}");
             return self.set_state(changes, id, JobState::Stopped, reason);
         }
-        job.not_before = changes.now.after(wait);
+        job.not_before = not_before;
         self.set_state(changes, id, JobState::Queued, why);
     }
 }

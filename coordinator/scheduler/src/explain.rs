@@ -195,7 +195,7 @@ impl State {
                 let before = self.dependency_job(before);
                 return WaitReason::Dependency { before, condition };
             }
-            StartCondition::NotBefore(time) => return wait_for_time(now, time, job),
+            StartCondition::NotBefore(time) => return wait_for_time(self.wall_time(now), time, job),
             StartCondition::Met => {}
         }
         if let Some((free, reserved)) = self.storage_full {

@@ -46,7 +46,7 @@ impl State {
         {
             return StartCondition::After(before.clone());
         }
-        if job.not_before > now {
+        if job.not_before > self.wall_time(now) {
             return StartCondition::NotBefore(job.not_before);
         }
         StartCondition::Met
@@ -197,7 +197,7 @@ impl State {
     /// Releases the jobs whose start time has come.
     pub(super) fn release_timed(&mut self, now: UnixMillis) {
         while let Some((time, id)) = self.timed.first().cloned() {
-            if time > now {
+            if time > self.wall_time(now) {
                 return;
             }
             self.reevaluate_wait(now, &id);

@@ -56,6 +56,8 @@ pub struct State {
     pub(crate) keys: BTreeMap<String, JobId>,
     /// Volatile: the disk has no room for results. Free bytes, and bytes that are reserved for the database.
     pub(crate) storage_full: Option<(u64, u64)>,
+    /// Volatile: how far the wall clock is ahead of the times of events.
+    pub(crate) wall_clock_ahead: Duration,
     /// Derived: bytes of the configs of all jobs of a user.
     pub(crate) config_bytes: BTreeMap<UserName, u64>,
     /// Derived: all arrays.
@@ -97,6 +99,7 @@ impl State {
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),
             storage_full: None,
+            wall_clock_ahead: Duration::ZERO,
             config_bytes: BTreeMap::new(),
             arrays: BTreeMap::new(),
             arrays_with_capacity: BTreeSet::new(),
@@ -232,6 +235,17 @@ impl State {
     /// Sets [`State::storage_full`] between two events. No job starts while it is set.
     pub fn set_storage_full(&mut self, full: Option<(u64, u64)>) {
         self.storage_full = full;
+    }
+
+    /// Sets how far the wall clock is ahead of the times of events, between two events. Those times do not advance while the
+    /// coordinator's machine is suspended, so that no lease expires then.
+    pub fn set_wall_clock_ahead(&mut self, ahead: Duration) {
+        self.wall_clock_ahead = ahead;
+    }
+
+    /// The wall-clock time at `now`, for the times before which jobs do not start: users give them.
+    pub(crate) fn wall_time(&self, now: UnixMillis) -> UnixMillis {
+        now.after(self.wall_clock_ahead)
     }
 
     /// The times and limits.

@@ -214,6 +214,27 @@ fn a_job_does_not_start_before_its_start_time() {
     assert_eq!(world.running(), ["j1"]);
 }
 
+/// Times of events do not advance while the coordinator's machine is suspended.
+#[test]
+fn start_times_are_those_of_the_wall_clock() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    let hour = Duration::from_secs(3600);
+    let at = world.now.after(hour);
+    world.submit_after("j1", retries(3), &[], Some(at));
+    world.step(Event::Tick);
+    assert_eq!(world.running(), Vec::<String>::new());
+    world.state.set_wall_clock_ahead(hour);
+    world.step(Event::Tick);
+    assert_eq!(world.running(), ["j1"]);
+    // The wait before a retry is as long as ever.
+    world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
+    world.step(Event::Tick);
+    assert_eq!(world.running(), Vec::<String>::new());
+    world.pass(2);
+    assert_eq!(world.running(), ["j1"]);
+}
+
 #[test]
 fn a_job_saves_and_stops_at_its_time_limit() {
     let mut world = World::new();
