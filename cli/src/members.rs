@@ -105,9 +105,19 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         // The members after the array: when it has ended, the last states of all of them are shown.
-        let result = match api.get(array.id.as_str()).await {
-            Ok(current) => api.members(&array.id).await.map(|members| (current, members)),
-            Err(failure) => Err(failure),
+        let fetch = async {
+            let current = api.get(array.id.as_str()).await?;
+            let members = api.members(&array.id).await?;
+            Ok::<_, Failure>((current, members))
+        };
+        // Ctrl-C does not wait for a coordinator that does not answer.
+        let result = tokio::select! {
+            result = fetch => result,
+            _ = &mut interrupted => {
+                drop(live);
+                print_detached(ui, &array);
+                return Ok(Exit::Interrupted);
+            }
         };
         match result {
             Ok((current, members)) => {

@@ -157,6 +157,63 @@ async fn ctrl_c_works_while_the_reason_for_waiting_is_fetched() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
+/// An array and its only member.
+fn array(state: JobState) -> Vec<v1::Job> {
+    let part = |index| v1::Array {
+        id: "a1".to_owned(),
+        index,
+        size: 1,
+        ..v1::Array::default()
+    };
+    let mut jobs = vec![job("a1", "sweep", state), job("a1-0", "sweep-0", state)];
+    jobs[0].array = Some(part(None));
+    jobs[1].array = Some(part(Some(0)));
+    jobs
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_states_of_the_members_of_an_array_are_shown() {
+    let fake = fake(array(JobState::Running));
+    // All end between the two calls of a poll.
+    fake.0.lock().unwrap().jobs_after_list = Some(array(JobState::Completed));
+    let output = run_aitk(&fake, &["watch", "a1"]).await;
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    assert!(out(&output).contains("[0] completed"), "{}", out(&output));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_works_while_the_members_of_an_array_are_fetched() {
+    let fake = fake(array(JobState::Running));
+    fake.0.lock().unwrap().hang_lists = true;
+    let address = fake.serve().await;
+    let home = Home::new();
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(["watch", "a1"])
+        .env_clear()
+        .env("HOME", home.path())
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t")
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    while fake.0.lock().unwrap().unanswered_lists == 0 {
+        assert_eq!(child.try_wait().unwrap(), None);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    for _ in 0..500 {
+        if child.try_wait().unwrap().is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // Does nothing if it has ended.
+    let _ = child.kill();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_failed_on_a_lost_worker_is_125() {
     let mut lost = job("j1", "ada", JobState::Failed);

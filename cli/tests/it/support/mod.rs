@@ -157,6 +157,11 @@ pub struct FakeState {
     pub hang: bool,
     /// Number of calls of `Get` that were not answered.
     pub unanswered_gets: u32,
+    /// What `jobs` is after the next call of `List`.
+    pub jobs_after_list: Option<Vec<v1::Job>>,
+    /// Whether calls of `List` hang, and how many did.
+    pub hang_lists: bool,
+    pub unanswered_lists: u32,
 }
 
 /// A coordinator with scripted answers.
@@ -242,9 +247,23 @@ impl jobs_server::Jobs for FakeCoordinator {
     }
 
     async fn list(&self, _: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
-        self.reply_with(|state| v1::ListJobsReply {
-            jobs: state.jobs.clone(),
-            ..Default::default()
+        let hangs = {
+            let mut state = self.0.lock().unwrap();
+            state.unanswered_lists += u32::from(state.hang_lists);
+            state.hang_lists
+        };
+        if hangs {
+            std::future::pending::<()>().await;
+        }
+        self.reply_with(|state| {
+            let jobs = state.jobs.clone();
+            if let Some(next) = state.jobs_after_list.take() {
+                state.jobs = next;
+            }
+            v1::ListJobsReply {
+                jobs,
+                ..Default::default()
+            }
         })
     }
 
