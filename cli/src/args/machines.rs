@@ -156,6 +156,9 @@ pub struct DoctorArgs {
     /// Time for each device with --thorough, in seconds; benchmarks that it does not suffice for are skipped [default: 330 for a GPU, 1200 for a CPU]
     #[arg(long, value_name = "SECONDS", requires = "thorough", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub time: Option<u64>,
+    /// Steps of the demo's training with --thorough. Its tests take fewer
+    #[arg(long, value_name = "N", requires = "thorough", hide = true, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    pub steps: u64,
     /// Also write the report as JSON to this file
     #[arg(long, value_name = "FILE")]
     pub report: Option<std::path::PathBuf>,

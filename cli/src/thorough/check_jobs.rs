@@ -8,9 +8,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Steps of the demo's training.
-pub(super) const STEPS: u64 = 20;
-
 /// What the demo's training gave on a device.
 #[derive(Debug)]
 pub(super) struct Training {
@@ -26,6 +23,8 @@ pub(super) struct Training {
 #[derive(Debug)]
 pub(super) struct CheckJobs {
     folder: PathBuf,
+    /// Steps of the demo's training.
+    steps: u64,
 }
 
 impl CheckJobs {
@@ -33,10 +32,11 @@ impl CheckJobs {
     ///
     /// # Errors
     /// When it cannot be written.
-    pub(super) fn unpack(folder: &Path) -> Result<Self, Failure> {
+    pub(super) fn unpack(folder: &Path, steps: u64) -> Result<Self, Failure> {
         demo::extract(folder)?;
         Ok(Self {
             folder: folder.to_owned(),
+            steps,
         })
     }
 
@@ -50,7 +50,7 @@ impl CheckJobs {
         self.folder.join(name)
     }
 
-    /// Runs the demo's training for [`STEPS`] steps, with images before and after, as the job `name`, which must be new.
+    /// Runs the demo's training with images before and after, as the job `name`, which must be new.
     ///
     /// # Errors
     /// When it fails or does not end in time.
@@ -65,17 +65,17 @@ impl CheckJobs {
             "type": "sd_trainer",
             "training_seed": 42,
             "network": {"type": "lora", "linear": 16, "linear_alpha": 16, "conv": 16, "conv_alpha": 16},
-            "save": {"dtype": "float16", "save_every": STEPS},
+            "save": {"dtype": "float16", "save_every": self.steps},
             "datasets": [{"folder_path": self.folder("dataset"), "caption_ext": "txt", "resolution": 64}],
             "train": {
-                "batch_size": 4, "steps": STEPS, "optimizer": "adamw", "lr": 1e-3, "lr_scheduler": "constant",
+                "batch_size": 4, "steps": self.steps, "optimizer": "adamw", "lr": 1e-3, "lr_scheduler": "constant",
                 "noise_scheduler": "ddpm", "min_snr_gamma": 5.0, "noise_offset": 0.2, "dtype": dtype,
                 "gradient_checkpointing": false,
             },
             "model": {"name_or_path": self.demo_model(), "arch": "sd1"},
             "sample": {
-                "sampler": "ddim", "sample_every": STEPS, "width": 64, "height": 64, "seed": 42, "walk_seed": true,
-                "guidance_scale": 4, "sample_steps": 25, "neg": "", "format": "png",
+                "sampler": "ddim", "sample_every": self.steps, "width": 64, "height": 64, "seed": 42, "walk_seed": true,
+                "guidance_scale": 4, "sample_steps": 10, "neg": "", "format": "png",
                 "samples": [{"prompt": "a blue triangle"}, {"prompt": "a red circle on a gray background"}],
             },
             "logging": {"log_every": 1},
@@ -88,7 +88,7 @@ impl CheckJobs {
         Ok(Training {
             losses: outcome.losses.values().copied().collect(),
             before: images(0),
-            after: images(STEPS),
+            after: images(self.steps),
         })
     }
 

@@ -12,6 +12,7 @@ mod speed;
 
 pub use report::ThoroughReport;
 
+use crate::args::DoctorArgs;
 use crate::embedded::PrivateFolder;
 use crate::failure::Failure;
 use crate::output::Ui;
@@ -29,24 +30,19 @@ const TIME_PER_CPU: Duration = Duration::from_secs(1200);
 /// The device with which all others are compared.
 const REFERENCE_DEVICE: &str = "cpu";
 
-/// Checks `devices`, one after another, each for at most `seconds`. Progress is printed on standard error.
+/// Checks `devices`, one after another. Progress is printed on standard error.
 ///
 /// # Errors
 /// When the folder for models and results cannot be written, or the reference on the CPU fails.
-pub async fn check(
-    ui: &Ui,
-    paths: &Paths,
-    devices: &[Device],
-    seconds: Option<u64>,
-) -> Result<ThoroughReport, Failure> {
+pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device], args: &DoctorArgs) -> Result<ThoroughReport, Failure> {
     let start = Instant::now();
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
-    let jobs = CheckJobs::unpack(&folder.path().join("check"))?;
+    let jobs = CheckJobs::unpack(&folder.path().join("check"), args.steps)?;
     ui.notice("reference: the demo's training and images on the CPU, in f32");
     let reference = jobs.train("reference", REFERENCE_DEVICE, "f32", TIME_PER_CPU).await?;
     let mut reports = Vec::new();
     for device in devices {
-        let limit = match (seconds, device.id.kind) {
+        let limit = match (args.time, device.id.kind) {
             (Some(seconds), _) => Duration::from_secs(seconds),
             (None, DeviceKind::Cpu) => TIME_PER_CPU,
             (None, DeviceKind::Cuda | DeviceKind::Metal) => TIME_PER_GPU,

@@ -10,7 +10,16 @@ fn the_thorough_check_finds_every_dtype_of_the_portable_cpu_right() {
     let output = home
         .aitk()
         .timeout(std::time::Duration::from_secs(600))
-        .args(["doctor", "--thorough", "--device", "cpu:portable", "--json", "--report"])
+        .args([
+            "doctor",
+            "--thorough",
+            "--device",
+            "cpu:portable",
+            "--steps",
+            "5",
+            "--json",
+        ])
+        .arg("--report")
         .arg(&report)
         .output()
         .unwrap();
