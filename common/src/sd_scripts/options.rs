@@ -59,7 +59,7 @@ const MODEL: &[OptionRow] = &[
     row("clip_skip", Whole, "", UsedBy::SD, Translated("`model.clip_skip`")),
     row("max_token_length", Whole, "75", UNET, Translated("`model.max_token_length`")),
     row("weighted_captions", Flag, "false", UNET, refused("aitk has no weights in captions")),
-    row("no_token_padding", Flag, "false", UsedBy::FULL_SD, refused("aitk fills captions up to 77 tokens")),
+    row("no_token_padding", Flag, "false", UsedBy::FULL_SD, NoInfluence("sd-scripts sets it and fills captions up to 77 tokens all the same")),
     row("t5xxl_max_token_length", Whole, "512 (dev), 256", FLOW, Translated("only the model's own: 512 of FLUX.1-dev, 256 of schnell and SD3")),
     row("apply_t5_attn_mask", Flag, "false", FLOW, refused("aitk does not mask the padding of T5, as diffusers does not")),
     row("apply_lg_attn_mask", Flag, "false", SD3, refused("aitk does not mask the padding of the CLIPs, as diffusers does not")),

@@ -87,12 +87,14 @@ fn the_tab_for_dreambooth_trains_folders_with_repeats() {
             "\"stop_text_encoder_training\": 50",
             "stop_text_encoder_training: aitk trains the text encoder to the end",
         ),
-        ("\"no_token_padding\": true", "no_token_padding: aitk fills captions"),
         ("\"token_string\": \"cat\"", "only presets of the tabs for LoRAs"),
     ] {
         let errors = preset(folder.path(), &format!("{fields}, {more}")).unwrap_err();
         assert!(errors[0].contains(expected), "{errors:?}");
     }
+    // sd-scripts sets a flag that nothing reads.
+    let (script, with_padding) = preset(folder.path(), &format!("{fields}, \"no_token_padding\": true")).unwrap();
+    assert_eq!((script, with_padding.train.steps), (Script::TrainDb, 240));
     let (_, process) = preset(folder.path(), &format!("{fields}, \"stop_text_encoder_training\": -1")).unwrap();
     assert!(!process.train.train_text_encoder);
     let text = format!("{}stop_text_encoder_training = 0\n", base(Script::TrainDb));
