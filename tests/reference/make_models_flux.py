@@ -116,8 +116,11 @@ def clip_fixture(pipe):
     return {"clip/ids": ids, "clip/pooled": pooled, "clip/context": context}
 
 
-def transformer_case(pipe, seed, shape, text, times, guidance):
-    """One call of the transformer and the gradients of <velocity, probe>, in float64. Only the rotations are in float32, as always."""
+def transformer_case(pipe, seed, shape, text, times, guidance, lengths=None):
+    """One call of the transformer and the gradients of <velocity, probe>, in float64. Only the rotations are in float32, as always.
+
+    `lengths`: the tokens of each text; no token attends to those behind them (`apply_t5_attn_mask` of sd-scripts).
+    """
     (batch, channels, height, width) = shape
     model = pipe.transformer.double()
     exact = lambda seed, *shape: noise(seed, *shape).to(torch.float64).requires_grad_()
@@ -125,6 +128,11 @@ def transformer_case(pipe, seed, shape, text, times, guidance):
     packed = pipe._pack_latents(latents, batch, channels, height, width)
     img_ids = pipe._prepare_latent_image_ids(batch, height // 2, width // 2, "cpu", torch.float32)
     times, guidance = torch.tensor(times), torch.tensor(guidance)
+    attention = None
+    if lengths is not None:
+        keys = torch.arange(text + packed.shape[1])
+        mask = torch.stack([(keys < length) | (keys >= text) for length in lengths])
+        attention = {"attention_mask": mask[:, None, None, :]}
     velocity = model(
         hidden_states=packed,
         timestep=times / 1000,
@@ -133,6 +141,7 @@ def transformer_case(pipe, seed, shape, text, times, guidance):
         encoder_hidden_states=context,
         txt_ids=torch.zeros(text, 3),
         img_ids=img_ids,
+        joint_attention_kwargs=attention,
     ).sample
     y = pipe._unpack_latents(velocity, 8 * height, 8 * width, 8)
     probe = noise(seed + 3, *y.shape)
@@ -146,20 +155,23 @@ def transformer_case(pipe, seed, shape, text, times, guidance):
     return tensors, details
 
 
-# The shape of the latents, text tokens, timesteps, guidance. "one" has one token of each kind.
+# The shape of the latents, text tokens, timesteps, guidance, and the tokens of each text where padding is masked. "one" has one token of each
+# kind.
 CASES = {
     "square": ((1, 16, 8, 8), 24, [700.0], [3.5]),
     "wide": ((2, 16, 6, 14), 11, [1000.0, 31.25], [3.5, 1.0]),
     "tall": ((1, 16, 18, 2), 40, [417.3], [7.0]),
     "one": ((1, 16, 2, 2), 1, [0.5], [3.5]),
     "odd": ((2, 16, 10, 14), 7, [999.0, 500.0], [0.0, 4.5]),
+    "masked": ((2, 16, 6, 6), 11, [812.0, 90.5], [3.5, 1.0], [4, 9]),
+    "shorter": ((1, 16, 4, 8), 13, [333.0], [3.5], [5]),
 }
 
 
 def transformer_fixtures(name, pipe):
     tensors = {}
     for number, (case, given) in enumerate(CASES.items()):
-        if name == "schnell" and case == "odd":
+        if name == "schnell" and case in ("odd", "masked", "shorter"):
             continue
         found, details = transformer_case(pipe, 100 + 10 * number, *given)
         tensors |= {f"{name}/{case}/{key}": value for key, value in found.items()}

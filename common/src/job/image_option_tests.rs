@@ -158,6 +158,26 @@ fn short_captions_and_dropped_prompts_need_text_encoders() {
 }
 
 #[test]
+fn the_padding_of_t5_is_that_of_models_with_t5() {
+    let of_arch = |arch: &str| {
+        let lines = format!("        arch: {arch}\n        apply_t5_attn_mask: true");
+        findings(&with_line_after("name_or_path: base", &lines)).0
+    };
+    for arch in ["flux", "flux_kontext", "sd3"] {
+        assert!(
+            of_arch(arch).iter().all(|error| !error.contains("apply_t5_attn_mask")),
+            "{arch}"
+        );
+    }
+    for arch in ["sd1", "sdxl", "zimage"] {
+        let errors = of_arch(arch);
+        let about = errors.iter().filter(|error| error.contains("apply_t5_attn_mask"));
+        let about: Vec<String> = about.cloned().collect();
+        assert_one(&about, &["FLUX.1 and Stable Diffusion 3.5", arch]);
+    }
+}
+
+#[test]
 fn weights_that_another_weight_replaces_are_warned_of() {
     assert_eq!(of_train("min_snr_gamma: 5\nsnr_gamma: 0"), (vec![], vec![]));
     let (errors, warnings) = of_train("min_snr_gamma: 5\nsnr_gamma: 4");

@@ -69,6 +69,9 @@ section! {
         use_flux_cfg: bool = false, Works;
         /// FLUX.1: what T5 makes of the padding of prompts becomes zero.
         attn_masking: bool = false, Works;
+        /// FLUX.1 and Stable Diffusion 3.5 (ours): the padding of prompts is masked in the attention of T5, and with FLUX.1 in that of the
+        /// transformer too, as by sd-scripts' option of this name.
+        apply_t5_attn_mask: bool = false, Works;
         /// Options of one family.
         model_kwargs: FreeMap = FreeMap::new(), Accepted("the families of this release have none");
         /// No effect, as in ai-toolkit.
@@ -175,6 +178,13 @@ fn check_prompt_reading(model: &ModelConfig, cx: &mut ReadContext) {
     } else if ![1, 2, 3].contains(&model.token_blocks()) || !model.max_token_length.is_multiple_of(TOKENS_OF_BLOCK) {
         let message = format!("expected 75, 150 or 225, found {}", model.max_token_length);
         cx.error_at("max_token_length", message);
+    }
+    if model.apply_t5_attn_mask && !arch.is_flux() && arch != ArchName::Sd3 {
+        let message = format!(
+            "is for FLUX.1 and Stable Diffusion 3.5, whose prompts T5 reads, and this is `arch: {}`: remove it",
+            model.arch
+        );
+        cx.error_at("apply_t5_attn_mask", message);
     }
 }
 

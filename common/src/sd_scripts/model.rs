@@ -102,6 +102,9 @@ fn prompts(import: &mut Import<'_>, model: &mut Section) {
             other => import.error("max_token_length", format!("expected 75, 150 or 225, found {other}")),
         }
     }
+    if import.script.is_flow() && import.settings.flag("apply_t5_attn_mask") {
+        model.insert("apply_t5_attn_mask".into(), json!(true));
+    }
 }
 
 fn is_file(path: &str) -> bool {

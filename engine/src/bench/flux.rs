@@ -36,7 +36,7 @@ pub(super) fn double(compute: &Compute, with_gradients: bool) -> Result<Iteratio
     let positions = rotary(TEXT_TOKENS, IMAGE_TOKENS, [16, 56, 56])?;
     let [x, text, temb] = inputs(compute)?;
     Ok(Box::new(move || {
-        let forward = || block.forward(&x, &text, &temb, &positions);
+        let forward = || block.forward(&x, &text, &temb, &positions, None);
         if with_gradients {
             return forward_and_backward(|| {
                 let (x, text) = forward()?;
@@ -55,9 +55,9 @@ pub(super) fn single(compute: &Compute, with_gradients: bool) -> Result<Iteratio
     let x = Tensor::cat(&[text, x], 1)?;
     Ok(Box::new(move || {
         if with_gradients {
-            return forward_and_backward(|| block.forward(&x, &temb, &positions));
+            return forward_and_backward(|| block.forward(&x, &temb, &positions, None));
         }
-        block.forward(&x, &temb, &positions)?;
+        block.forward(&x, &temb, &positions, None)?;
         Ok(())
     }))
 }

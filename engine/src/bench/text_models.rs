@@ -54,7 +54,7 @@ pub(super) fn t5(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
         T5EncoderModel::new(&weights(compute, with_gradients), &config)?,
         ids(compute)?,
     );
-    iteration(with_gradients, move || model.forward(&ids))
+    iteration(with_gradients, move || model.forward(&ids, None))
 }
 
 /// A layer of Qwen3 4B, the text encoder of Z-Image.

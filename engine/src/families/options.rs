@@ -45,6 +45,8 @@ pub struct PromptReading {
     pub chunks: usize,
     /// What T5 makes of the padding becomes zero. FLUX.1.
     pub masks_padding: bool,
+    /// No token attends to the padding of T5: in T5, and in the transformer of FLUX.1. FLUX.1 and Stable Diffusion 3.5.
+    pub masks_attention: bool,
 }
 
 impl Default for PromptReading {
@@ -53,6 +55,7 @@ impl Default for PromptReading {
             clip_skip: 0,
             chunks: 1,
             masks_padding: false,
+            masks_attention: false,
         }
     }
 }
@@ -65,6 +68,7 @@ impl PromptReading {
             clip_skip: model.skipped_text_layers() as usize,
             chunks: model.token_blocks() as usize,
             masks_padding: model.attn_masking,
+            masks_attention: model.apply_t5_attn_mask,
         }
     }
 }

@@ -411,6 +411,7 @@ impl Transformer {
                 let guidance = flux.has_guidance().then_some(&times);
                 let conditions = FluxConditions {
                     text: &inputs.text,
+                    text_lengths: None,
                     pooled: pooled(),
                     guidance,
                     control: inputs.control.as_ref(),

@@ -38,7 +38,7 @@ mod visit_layers;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
 pub use adapter::{BaseLayer, LayerAdapter, LayerKind, LowRank, NormAdapter};
-pub use attention::{Attention, key_bias, softmax};
+pub use attention::{Attention, key_bias, padding_bias, softmax};
 pub use conv1d::conv1d;
 pub use conv2d::{Conv2d, conv2d};
 pub use conv3d::conv3d;

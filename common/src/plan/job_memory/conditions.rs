@@ -1,7 +1,7 @@
 //! What the denoiser is conditioned on: encoded prompts, and control images.
 
 use super::{CAPTION_TOKENS, Job, Model};
-use crate::plan::json::{number, text};
+use crate::plan::json::{flag, number, text};
 use crate::plan::shapes::TransformerKind;
 use crate::plan::walk::{Backend, Conditions, Shaped, Walk};
 
@@ -26,6 +26,11 @@ impl Job<'_> {
         }
     }
 
+    /// Whether no token attends to the padding of T5.
+    fn masks_padding(&self) -> bool {
+        flag(self.body, "/model/apply_t5_attn_mask")
+    }
+
     /// Blocks of tokens of a prompt, each of which a CLIP encoder reads on its own.
     fn token_blocks(&self) -> f64 {
         let tokens = number(self.body, "/model/max_token_length").unwrap_or(0.0);
@@ -38,7 +43,7 @@ impl Job<'_> {
         let encoded = model
             .language
             .as_ref()
-            .map(|encoder| encoder.forward(&walk, 1.0, self.language_tokens(prompt_tokens)));
+            .map(|encoder| encoder.forward(&walk, 1.0, self.language_tokens(prompt_tokens), self.masks_padding()));
         for encoder in &model.text {
             encoder.forward(&walk, self.token_blocks(), false, self.family.penultimate);
         }
@@ -98,10 +103,9 @@ impl Job<'_> {
         checkpointed: bool,
     ) -> Conditions {
         let [batch, ..] = latents.dims();
-        let of_language = model
-            .language
-            .as_ref()
-            .and_then(|encoder| encoder.forward(walk, batch, self.language_tokens(CAPTION_TOKENS)));
+        let of_language = model.language.as_ref().and_then(|encoder| {
+            encoder.forward(walk, batch, self.language_tokens(CAPTION_TOKENS), self.masks_padding())
+        });
         let mut of_clip: Option<Shaped> = None;
         let blocks = self.token_blocks();
         for encoder in &model.text {

@@ -61,8 +61,8 @@ impl LanguageEncoder {
         }
     }
 
-    /// Encodes prompts of this many tokens.
-    pub(in crate::plan) fn forward(&self, walk: &Walk, batch: f64, tokens: f64) -> Option<Shaped> {
+    /// Encodes prompts of this many tokens. `masked`: no token attends to the padding of T5.
+    pub(in crate::plan) fn forward(&self, walk: &Walk, batch: f64, tokens: f64, masked: bool) -> Option<Shaped> {
         let shapes = &self.shapes;
         let bias = (shapes.kind == LanguageKind::T5).then(|| {
             let elements = tokens * tokens * f64::from(shapes.heads);
@@ -70,7 +70,11 @@ impl LanguageEncoder {
             let gathered = walk.floats(elements);
             let bias = walk.floats(elements);
             drop((ids, gathered));
-            bias
+            match masked {
+                // Each prompt has a bias of its own.
+                true => walk.floats(batch * elements),
+                false => bias,
+            }
         });
         let rotary = bias
             .is_none()

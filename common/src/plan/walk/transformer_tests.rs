@@ -179,7 +179,7 @@ fn checkpointing_keeps_less_and_a_control_image_is_as_many_tokens_again() {
 /// The position bias of T5 is large: one number for each pair of tokens and each head.
 #[test]
 fn a_language_model_keeps_a_layer_and_its_position_bias() {
-    let peak = |name: &str, tokens: f64| {
+    let peak_of = |name: &str, batch: f64, tokens: f64, masked: bool| {
         let mut builder = Builder::new(
             ComponentOptions {
                 streamed: 1.0,
@@ -190,16 +190,21 @@ fn a_language_model_keeps_a_layer_and_its_position_bias() {
         let shapes = &family(name).shapes.language;
         let encoder = LanguageEncoder::new(&mut builder, shapes, false);
         let walk = Walk::new(Backend::CPU);
-        encoder.forward(&walk, 1.0, tokens).unwrap();
+        encoder.forward(&walk, batch, tokens, masked).unwrap();
         assert_eq!(walk.meter.live(), 0.0);
         walk.peak() / f64::from(1 << 20)
     };
+    let peak = |name: &str, tokens: f64| peak_of(name, 1.0, tokens, false);
     // A weight of 4096 x 10240 numbers, 64 x 512 x 512 of the bias, and tokens of 4096 and 10240 features.
     assert!(
         (160.0 + 64.0..340.0).contains(&peak("flux", 512.0)),
         "{}",
         peak("flux", 512.0)
     );
+    // With masked padding each of four prompts has its bias; that of one prompt is gone before the layers run.
+    let more = peak_of("flux", 4.0, 512.0, true) - peak_of("flux", 4.0, 512.0, false);
+    assert!((3.0 * 63.0..3.0 * 65.0).contains(&more), "{more}");
+    assert_eq!(peak_of("flux", 1.0, 512.0, true), peak("flux", 512.0));
     assert!(
         (95.0..110.0).contains(&peak("zimage", 40.0)),
         "{}",

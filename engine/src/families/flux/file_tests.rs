@@ -8,11 +8,11 @@ use crate::models::flux::single_file::{config_of, with_diffusers_names};
 use crate::nn::{LayerMut, VisitLayers};
 use crate::rng::TorchGenerator;
 use crate::testing::single_files::damaged;
-use crate::testing::{fixtures, flux_files, gap};
+use crate::testing::{fixtures, flux_files, gap, largest};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -481,4 +481,41 @@ fn the_padding_of_prompts_becomes_zero() {
         assert_eq!(masked[..length], plain[..length]);
         assert!(masked[length..].iter().all(is_zero) && !plain.iter().any(is_zero));
     }
+}
+
+/// `apply_t5_attn_mask`: a prompt predicts the same in a batch with a longer one, and with less padding.
+#[test]
+fn the_padding_of_prompts_gets_no_attention() {
+    let path = fixtures().join("tiny_flux");
+    let options = LoadOptions {
+        prompt_reading: PromptReading {
+            masks_attention: true,
+            ..PromptReading::default()
+        },
+        ..LoadOptions::cpu()
+    };
+    let mut masked = FluxModel::load(&FLUX, &path, &options).unwrap();
+    let plain = FluxModel::load(&FLUX, &path, &LoadOptions::cpu()).unwrap();
+    let latents = TorchGenerator::manual_seed(5).randn(16 * 16);
+    let latents = Tensor::from_vec(latents, (1, 16, 4, 4), &Device::Cpu).unwrap();
+    let predict = |model: &FluxModel, prompts: &[&str]| {
+        let texts: Vec<Prompt> = prompts.iter().map(|text| Prompt::new(*text)).collect();
+        let conditioning = model.encode_prompts(&texts).unwrap();
+        let latents = Tensor::cat(&vec![&latents; texts.len()], 0).unwrap();
+        let times = Tensor::full(500f32, texts.len(), &Device::Cpu).unwrap();
+        model.predict(&[latents], &times, &conditioning).unwrap().remove(0)
+    };
+    let prompts = ["a red circle", ""];
+    let both = predict(&masked, &prompts);
+    let alone = prompts.map(|prompt| predict(&masked, &[prompt]));
+    for (item, alone) in alone.iter().enumerate() {
+        let in_batch = both.narrow(0, item, 1).unwrap();
+        let difference = gap(&in_batch, alone) / largest(alone);
+        assert!(difference < 1e-4, "{item}: {difference}");
+    }
+    let unmasked = predict(&plain, &[prompts[0]]);
+    assert!(gap(&unmasked, &alone[0]) > 1e-4 * largest(&alone[0]));
+    masked.set_max_sequence_length(40);
+    let difference = gap(&predict(&masked, &[prompts[0]]), &alone[0]) / largest(&alone[0]);
+    assert!(difference < 1e-4, "{difference}");
 }

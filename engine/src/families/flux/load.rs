@@ -156,6 +156,7 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> 
         t5_tokenizer: T5Tokenizer::open(&parts.t5_tokenizer)?,
         t5: T5EncoderModel::new(&t5_weights, t5_config)?,
         masks_padding: options.prompt_reading.masks_padding,
+        masks_attention: options.prompt_reading.masks_attention,
         max_sequence_length: match is_schnell(&parts.transformer.1, &parts.scheduler) {
             true => TEXT_TOKENS_SCHNELL,
             false => TEXT_TOKENS_DEV,

@@ -1,6 +1,6 @@
 //! FLUX.1 as a [`Model`].
 
-use super::text::{CONTEXT, FluxTextEncoders, POOLED};
+use super::text::{CONTEXT, FluxTextEncoders, LENGTHS, POOLED};
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
@@ -104,8 +104,12 @@ impl Model for FluxModel {
         let guidance = guidance.map(|scale| scale.to_dtype(DType::F32)).transpose()?;
         let control = conditioning.find(CONTROL);
         let control = control.map(|latents| latents.to_dtype(self.dtype)).transpose()?;
+        let lengths = conditioning.find(LENGTHS).map(Tensor::to_vec1::<u32>).transpose()?;
+        let lengths: Option<Vec<usize>> =
+            lengths.map(|lengths| lengths.into_iter().map(|length| length as usize).collect());
         let conditions = FluxConditions {
             text: &conditioning.get(CONTEXT)?.to_dtype(self.dtype)?,
+            text_lengths: lengths.as_deref(),
             pooled: &conditioning.get(POOLED)?.to_dtype(self.dtype)?,
             guidance: guidance.as_ref(),
             control: control.as_ref(),

@@ -6,10 +6,11 @@ use crate::families::model::{AdapterNames, Part, TextEncoders};
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 
-/// The names in the conditioning: the encoded text (T5) and the pooled text (CLIP).
+/// The names in the conditioning: the encoded text (T5), the pooled text (CLIP), and where padding is masked the number of T5's tokens (u32).
 pub(super) const CONTEXT: &str = "context";
+pub(super) const LENGTHS: &str = "lengths";
 pub(super) const POOLED: &str = "pooled";
 
 /// Both text encoders with their tokenizers.
@@ -23,6 +24,8 @@ pub(super) struct FluxTextEncoders {
     pub(super) max_sequence_length: usize,
     /// What T5 makes of the padding becomes zero (ai-toolkit's `attn_masking`).
     pub(super) masks_padding: bool,
+    /// No token attends to the padding of T5 (sd-scripts' `apply_t5_attn_mask`).
+    pub(super) masks_attention: bool,
     pub(super) device: Device,
 }
 
@@ -35,14 +38,25 @@ impl TextEncoders for FluxTextEncoders {
             .collect();
         let clip_ids = self.clip_tokenizer.encode(&first)?.to_device(&self.device)?;
         let t5_ids = self.t5_tokenizer.encode(&second, self.max_sequence_length)?;
-        let mut context = self.t5.forward(&t5_ids.to_device(&self.device)?)?;
+        let lengths = match self.masks_attention {
+            true => Some(self.t5_tokenizer.lengths(&t5_ids)?),
+            false => None,
+        };
+        let mut context = self.t5.forward(&t5_ids.to_device(&self.device)?, lengths.as_deref())?;
         if self.masks_padding {
             let mask = self.t5_tokenizer.mask(&t5_ids)?.to_device(&self.device)?;
             context = context.broadcast_mul(&mask.to_dtype(context.dtype())?)?;
         }
-        Ok(Conditioning::default()
+        let conditioning = Conditioning::default()
             .with(CONTEXT, context)
-            .with(POOLED, self.clip.pooled(&clip_ids)?))
+            .with(POOLED, self.clip.pooled(&clip_ids)?);
+        Ok(match lengths {
+            Some(lengths) => {
+                let lengths: Vec<u32> = lengths.into_iter().map(|length| length as u32).collect();
+                conditioning.with(LENGTHS, Tensor::new(lengths, &Device::Cpu)?)
+            }
+            None => conditioning,
+        })
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {

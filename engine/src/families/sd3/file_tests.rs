@@ -3,7 +3,7 @@
 
 use super::{SD3, Sd3Model};
 use crate::error::Result;
-use crate::families::{self, LoadOptions, Model};
+use crate::families::{self, LoadOptions, Model, PromptReading};
 use crate::models::sd3::single_file::{config_json, config_of, with_diffusers_names};
 use crate::nn::{LayerMut, VisitLayers};
 use crate::rng::TorchGenerator;
@@ -11,7 +11,7 @@ use crate::testing::single_files::{
     RawFile, Tensors, damaged, ldm_vae, original_shapes, original_tensors, prefixed, read_tensors, without_weights,
     write_gguf,
 };
-use crate::testing::{fixtures, gap, runs_all_cases};
+use crate::testing::{fixtures, gap, largest, runs_all_cases};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -375,4 +375,30 @@ fn other_families_and_parts_are_named() {
         error.contains("joint_blocks.1.x_block.adaLN_modulation.1.weight") && error.contains("[144, 24]"),
         "{error}"
     );
+}
+
+/// `apply_t5_attn_mask`: T5's tokens of a prompt are the same with less padding, and CLIP's are as without it.
+#[test]
+fn the_padding_of_prompts_gets_no_attention_in_t5() {
+    let context = |masks_attention: bool, tokens: usize| {
+        let options = LoadOptions {
+            prompt_reading: PromptReading {
+                masks_attention,
+                ..PromptReading::default()
+            },
+            ..LoadOptions::cpu()
+        };
+        let mut model = Sd3Model::load(&SD3, fixtures().join("tiny_sd35"), &options).unwrap();
+        model.set_max_sequence_length(tokens);
+        let text = model.encode_prompts(&[families::Prompt::new("a red cat")]).unwrap();
+        let context = text.get("context").unwrap().get(0).unwrap();
+        let of_clip = context.dim(0).unwrap() - tokens;
+        let [clip, t5] = [(0, of_clip), (of_clip, 4)].map(|(from, count)| context.narrow(0, from, count).unwrap());
+        (clip, t5)
+    };
+    let (masked, shorter, plain) = (context(true, 48), context(true, 24), context(false, 48));
+    assert_eq!(gap(&masked.0, &plain.0), 0.0);
+    let limit = largest(&masked.1);
+    assert!(gap(&masked.1, &shorter.1) < 1e-5 * limit);
+    assert!(gap(&masked.1, &plain.1) > 1e-3 * limit);
 }

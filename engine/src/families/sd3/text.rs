@@ -37,6 +37,8 @@ pub(super) struct Sd3TextEncoders {
     pub(super) t5: Option<T5Encoder>,
     /// Tokens of a prompt for T5.
     pub(super) max_sequence_length: usize,
+    /// No token attends to the padding in T5 (sd-scripts' `apply_t5_attn_mask`). The transformer attends to all of T5's tokens.
+    pub(super) masks_attention: bool,
     /// Features of a token: those of T5.
     pub(super) width: usize,
     pub(super) dtype: DType,
@@ -66,7 +68,11 @@ impl TextEncoders for Sd3TextEncoders {
         let of_t5 = match &self.t5 {
             Some(t5) => {
                 let ids = t5.tokenizer.encode(&first, self.max_sequence_length)?;
-                t5.model.forward(&ids.to_device(&self.device)?)?
+                let lengths = match self.masks_attention {
+                    true => Some(t5.tokenizer.lengths(&ids)?),
+                    false => None,
+                };
+                t5.model.forward(&ids.to_device(&self.device)?, lengths.as_deref())?
             }
             None => Tensor::zeros(
                 (prompts.len(), self.max_sequence_length, self.width),

@@ -52,9 +52,18 @@ pub(super) fn rotary_with_control(
     Rotary::for_axes(&positions, &axes, 10_000.0, RotaryPairs::Interleaved)
 }
 
-/// Attention between all tokens, with rotary embeddings.
-fn attend([q, k, v]: &[Tensor; 3], sizes: FluxSizes, rotary: &Rotary) -> candle_core::Result<Tensor> {
-    Attention::new(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
+/// Attention between all tokens, with rotary embeddings. `bias`: as that of [`Attention`].
+fn attend(
+    [q, k, v]: &[Tensor; 3],
+    sizes: FluxSizes,
+    rotary: &Rotary,
+    bias: Option<&Tensor>,
+) -> candle_core::Result<Tensor> {
+    let attention = Attention {
+        bias,
+        ..Attention::new(sizes.heads)
+    };
+    attention.forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
 }
 
 /// The layers of one stream, text or image, of a double block.
@@ -159,7 +168,7 @@ impl FluxTransformerBlock {
     }
 
     /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. `rotary` has m + n positions,
-    /// text first.
+    /// text first. `bias` [b, 1, 1, m + n] masks text.
     ///
     /// # Errors
     /// When the shapes do not match.
@@ -169,12 +178,13 @@ impl FluxTransformerBlock {
         text: &Tensor,
         temb: &Tensor,
         rotary: &Rotary,
+        bias: Option<&Tensor>,
     ) -> candle_core::Result<(Tensor, Tensor)> {
         let (h, image_vectors) = self.image.norm1.forward(x, temb)?;
         let (h_text, text_vectors) = self.text.norm1.forward(text, temb)?;
         let (image_qkv, text_qkv) = (self.image.attention.forward(&h)?, self.text.attention.forward(&h_text)?);
         let joined = |i: usize| nn::cat_channels(&text_qkv[i], &image_qkv[i]);
-        let all = attend(&[joined(0)?, joined(1)?, joined(2)?], self.sizes, rotary)?;
+        let all = attend(&[joined(0)?, joined(1)?, joined(2)?], self.sizes, rotary, bias)?;
         let text_length = text.dim(1)?;
         let attended = all.narrow(1, text_length, x.dim(1)?)?;
         let text = self
@@ -243,17 +253,23 @@ impl FluxSingleTransformerBlock {
         self.attention.visit_norms([&names[0], &names[1]], f)
     }
 
-    /// x [b, n, c], text first, conditioned on temb [b, c] -> the same shape. `rotary` has n positions.
+    /// x [b, n, c], text first, conditioned on temb [b, c] -> the same shape. `rotary` has n positions. `bias` [b, 1, 1, n] masks text.
     ///
     /// # Errors
     /// When the shapes do not match.
-    pub fn forward(&self, x: &Tensor, temb: &Tensor, rotary: &Rotary) -> candle_core::Result<Tensor> {
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        temb: &Tensor,
+        rotary: &Rotary,
+        bias: Option<&Tensor>,
+    ) -> candle_core::Result<Tensor> {
         let (h, vectors) = self.norm.forward(x, temb)?;
         let [gate] = vectors.as_slice() else {
             candle_core::bail!("a single block needs three vectors, found {}", vectors.len() + 2);
         };
         let mlp = Activation::GeluTanh.forward(&self.proj_mlp.forward(&h)?)?;
-        let attended = attend(&self.attention.forward(&h)?, self.sizes, rotary)?;
+        let attended = attend(&self.attention.forward(&h)?, self.sizes, rotary, bias)?;
         let h = Tensor::cat(&[&attended, &mlp], 2)?;
         within_f16(nn::gated_residual(x, gate, &self.proj_out.forward(&h)?)?)
     }

@@ -4,7 +4,7 @@ use super::blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock,
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::models::mmdit::{AdaLayerNormContinuous, Embedder, SINUSOIDS};
-use crate::nn::{self, LayerMut, Linear, VisitLayers, join};
+use crate::nn::{self, LayerMut, Linear, VisitLayers, join, padding_bias};
 use crate::weights::Weights;
 use candle_core::Tensor;
 use serde::Deserialize;
@@ -64,6 +64,8 @@ impl Default for FluxConfig {
 pub struct FluxConditions<'a> {
     /// The encoded text, [b, tokens, joint_attention_dim].
     pub text: &'a Tensor,
+    /// The tokens of each text, if no token attends to the padding behind them; else the padding is as the text.
+    pub text_lengths: Option<&'a [usize]>,
     /// The pooled text, [b, pooled_projection_dim].
     pub pooled: &'a Tensor,
     /// The guidance scales, [b] f32. Models without a guidance embedding ignore them; without scales, its vector is left out.
@@ -196,7 +198,8 @@ impl FluxTransformer2DModel {
             tokens = Tensor::cat(&[&tokens, &pack(control)?], 1)?;
         }
         let tokens = self.x_embedder.forward(&tokens)?;
-        let text = self.context_embedder.forward(conditions.text)?;
+        let (text, bias) = masked_text(conditions, tokens.dim(1)?)?;
+        let text = self.context_embedder.forward(&text)?;
         let text_length = text.dim(1)?;
         let size = (height / PATCH, width / PATCH);
         let positions = rotary_with_control(text_length, size, control_size, self.axes)?;
@@ -205,23 +208,23 @@ impl FluxTransformer2DModel {
         let (mut x, mut text) = (sequence.input(tokens), sequence.input(text));
         let conditioning = sequence.input(temb.clone());
         for (index, block) in self.double_blocks.iter().enumerate() {
-            let (block, positions) = (Arc::clone(block), positions.clone());
+            let (block, positions, bias) = (Arc::clone(block), positions.clone(), bias.clone());
             [x, text] = sequence.add_with_outputs(
                 format!("transformer_blocks.{index}"),
                 [x, text, conditioning],
                 move |[x, text, temb]| {
-                    let (x, text) = block.forward(x, text, temb, &positions)?;
+                    let (x, text) = block.forward(x, text, temb, &positions, bias.as_ref())?;
                     Ok([x, text])
                 },
             );
         }
         let mut x = sequence.add("concatenation", [text, x], |[text, x]| nn::cat_channels(text, x));
         for (index, block) in self.single_blocks.iter().enumerate() {
-            let (block, positions) = (Arc::clone(block), positions.clone());
+            let (block, positions, bias) = (Arc::clone(block), positions.clone(), bias.clone());
             x = sequence.add(
                 format!("single_transformer_blocks.{index}"),
                 [x, conditioning],
-                move |[x, temb]| block.forward(x, temb, &positions),
+                move |[x, temb]| block.forward(x, temb, &positions, bias.as_ref()),
             );
         }
         let x = sequence.run(self.checkpointing, x)?;
@@ -264,6 +267,27 @@ impl VisitLayers for FluxTransformer2DModel {
         }
         Ok(())
     }
+}
+
+/// The encoded text without the padding that no token of any item attends to, and the attention bias that masks the rest of the padding;
+/// the keys are the text and `others`. All text is at the origin, so that shorter text changes no position.
+fn masked_text(conditions: &FluxConditions<'_>, others: usize) -> Result<(Tensor, Option<Tensor>)> {
+    let text = conditions.text;
+    let Some(lengths) = conditions.text_lengths else {
+        return Ok((text.clone(), None));
+    };
+    let (batch, places, _) = text.dims3()?;
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    if lengths.len() != batch || longest > places || lengths.contains(&0) {
+        return Err(EngineError::Internal(format!(
+            "{batch} texts of {places} tokens cannot have the lengths {lengths:?}"
+        )));
+    }
+    let bias = match lengths.iter().all(|length| *length == longest) {
+        true => None,
+        false => Some(padding_bias(lengths, longest, others, text.device())?),
+    };
+    Ok((text.narrow(1, 0, longest)?.contiguous()?, bias))
 }
 
 /// Latents [b, c, h, w] -> tokens [b, h / 2 * w / 2, 4 c]: a token has the 2 x 2 values of each channel, channel by channel.

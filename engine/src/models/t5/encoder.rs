@@ -3,7 +3,7 @@
 use super::bias::relative_position_bias;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
-use crate::nn::{self, Activation, Attention, Embedding, LayerMut, Linear, RmsNorm, VisitLayers};
+use crate::nn::{self, Activation, Attention, Embedding, LayerMut, Linear, RmsNorm, VisitLayers, padding_bias};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
@@ -105,7 +105,7 @@ impl Layer {
         })
     }
 
-    /// x [b, n, width] -> the same shape. `bias`: [1, heads, n, n].
+    /// x [b, n, width] -> the same shape. `bias`: [b or 1, heads, n, n].
     fn forward(&self, x: &Tensor, bias: &Tensor) -> candle_core::Result<Tensor> {
         let h = self.attention_norm.forward(x)?;
         // The scores are not scaled.
@@ -172,12 +172,18 @@ impl T5EncoderModel {
         })
     }
 
-    /// ids [b, n] -> [b, n, width]. No token is masked, as in diffusers' pipelines.
+    /// ids [b, n] -> [b, n, width]. `lengths`: the tokens of each text, behind which its padding is masked; without them no token is
+    /// masked, as in diffusers' pipelines.
     ///
     /// # Errors
-    /// When an id is not in the vocabulary.
-    pub fn forward(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
-        let bias = relative_position_bias(&self.bias_table, ids.dim(1)?, self.max_distance)?;
+    /// When an id is not in the vocabulary, or there is another number of lengths than of texts.
+    pub fn forward(&self, ids: &Tensor, lengths: Option<&[usize]>) -> candle_core::Result<Tensor> {
+        let places = ids.dim(1)?;
+        let bias = relative_position_bias(&self.bias_table, places, self.max_distance)?;
+        let bias = match lengths {
+            Some(lengths) => bias.broadcast_add(&padding_bias(lengths, places, 0, bias.device())?)?,
+            None => bias,
+        };
         let mut sequence = BlockSequence::new();
         let mut x = sequence.input(self.embedding.forward(ids)?);
         for (index, layer) in self.layers.iter().enumerate() {

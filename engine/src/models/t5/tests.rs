@@ -43,13 +43,38 @@ fn states_are_those_of_transformers() {
     for case in ["24", "37", "150", "empty", "unpadded"] {
         let ids = tensors[&format!("t5/{case}/ids")].to_dtype(DType::U32).unwrap();
         let expected = &tensors[&format!("t5/{case}/states")];
-        let found = model.forward(&ids).unwrap();
+        let found = model.forward(&ids, None).unwrap();
         assert!(
             gap(&found, expected) < 1e-5 * largest(expected),
             "{case}: {}",
             gap(&found, expected)
         );
     }
+}
+
+/// transformers' states with the tokenizer's attention mask, of two prompts of different lengths.
+#[test]
+fn masked_padding_has_no_influence() {
+    let folder = fixtures().join("tiny_flux/text_encoder_2");
+    let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+    let model = T5EncoderModel::new(&weights, &config::read(&folder.join("config.json")).unwrap()).unwrap();
+    let tensors = safetensors::load(fixtures().join("models/flux.safetensors"), &Device::Cpu).unwrap();
+    let get = |name: &str| tensors[&format!("t5/masked/{name}")].clone();
+    let tokenizer = T5Tokenizer::open(&fixtures().join("tiny_flux/tokenizer_2")).unwrap();
+    let ids = get("ids").to_dtype(DType::U32).unwrap();
+    let lengths = tokenizer.lengths(&ids).unwrap();
+    let mask = get("mask").to_vec2::<i64>().unwrap();
+    let expected: Vec<usize> = mask.iter().map(|mask| mask.iter().sum::<i64>() as usize).collect();
+    assert_eq!((lengths.clone(), lengths[0] < lengths[1]), (expected, true));
+    let (found, states) = (model.forward(&ids, Some(&lengths)).unwrap(), get("states"));
+    // Also those of the padding, which Stable Diffusion 3.5 attends to.
+    assert!(
+        gap(&found, &states) < 1e-5 * largest(&states),
+        "{}",
+        gap(&found, &states)
+    );
+    let unmasked = model.forward(&ids, None).unwrap();
+    assert!(gap(&unmasked, &states) > 1e-3 * largest(&states));
 }
 
 #[test]
@@ -60,7 +85,7 @@ fn half_precision_is_within_its_arithmetic() {
     for (dtype, tolerance) in [(DType::BF16, 0.06), (DType::F16, 0.01)] {
         let weights = Weights::open(&folder, dtype, &Device::Cpu).unwrap();
         let model = T5EncoderModel::new(&weights, &config::read(&folder.join("config.json")).unwrap()).unwrap();
-        let found = model.forward(&ids.to_dtype(DType::U32).unwrap()).unwrap();
+        let found = model.forward(&ids.to_dtype(DType::U32).unwrap(), None).unwrap();
         assert_eq!(found.dtype(), dtype);
         let error = gap(&found.to_dtype(DType::F32).unwrap(), expected) / largest(expected);
         assert!(error > 1e-5 && error < tolerance, "{dtype:?}: {error}");
@@ -69,5 +94,6 @@ fn half_precision_is_within_its_arithmetic() {
 
 crate::testing::in_portable_mode! {
     half_precision_is_within_its_arithmetic,
+    masked_padding_has_no_influence,
     states_are_those_of_transformers,
 }

@@ -74,6 +74,19 @@ impl T5Tokenizer {
         Ok(Tensor::from_vec(ids, (texts.len(), length), &Device::Cpu)?)
     }
 
+    /// The tokens of each text of ids [b, n], with its end.
+    ///
+    /// # Errors
+    /// When ids are not [b, n].
+    pub fn lengths(&self, ids: &Tensor) -> Result<Vec<usize>> {
+        let lengths = ids.to_vec2::<u32>()?.into_iter().map(|ids| {
+            // A text can have the token of the padding itself, but not at its end.
+            let last = ids.iter().rposition(|id| *id != self.pad);
+            last.map_or(0, |last| last + 1)
+        });
+        Ok(lengths.collect())
+    }
+
     /// Ids [b, n] -> 1 for tokens and for the end, 0 for padding, [b, n, 1] (u8).
     ///
     /// # Errors

@@ -84,13 +84,18 @@ fn text_space(model: &ModelConfig) -> String {
     match reading == PromptReading::default() {
         true => name.to_string(),
         false => format!(
-            "{name}, {} layers skipped, {} blocks of tokens, {}",
+            "{name}, {} layers skipped, {} blocks of tokens, {}{}",
             reading.clip_skip,
             reading.chunks,
             if reading.masks_padding {
                 "padding masked"
             } else {
                 "with padding"
+            },
+            if reading.masks_attention {
+                ", no attention to padding"
+            } else {
+                ""
             }
         ),
     }

@@ -12,7 +12,7 @@ mod tensors;
 mod tests;
 
 use crate::autograd::apply;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use operation::AttentionOp;
 use sizes::Sizes;
 pub use softmax::softmax;
@@ -73,6 +73,21 @@ impl Attention<'_> {
         };
         apply([q, k, v], op)
     }
+}
+
+/// The attention bias [b, 1, 1, places + others] of sequences whose first `places` keys are a text with padding behind it: minus infinity
+/// at the padding. `lengths`: the tokens of each text.
+///
+/// # Errors
+/// When the device fails.
+pub fn padding_bias(lengths: &[usize], places: usize, others: usize, device: &Device) -> candle_core::Result<Tensor> {
+    let keys = places + others;
+    let is_kept = |length: &usize| {
+        let length = *length;
+        (0..keys).map(move |key| u32::from(key < length || key >= places))
+    };
+    let mask: Vec<u32> = lengths.iter().flat_map(is_kept).collect();
+    key_bias(&Tensor::from_vec(mask, (lengths.len(), keys), device)?)
 }
 
 /// The attention bias [b, 1, 1, keys] of a key mask [b, keys]: 0, or minus infinity where the mask is 0.
