@@ -396,7 +396,7 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
         );
     }
     let weighs_uncapped = train.snr_gamma.is_some_and(|gamma| gamma > 1e-6);
-    if weighs_uncapped && train.min_snr_gamma.is_some() && !train.learnable_snr_gos {
+    if weighs_uncapped && train.min_snr_gamma.is_some() && !train.learnable_snr_gos && !process.kind.is_slider() {
         cx.warn_at(
             "train.min_snr_gamma",
             "has no effect together with `snr_gamma`, as in ai-toolkit",

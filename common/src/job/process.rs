@@ -128,7 +128,7 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         report.warn(join(path, "train.negative_prompt"), why);
     }
     if arch.is_flow() {
-        check_flow(&process.train, path, report);
+        check_flow(process, path, report);
     } else if let Some(key) = process.train.shifts_timesteps() {
         let message = format!("is only for flow models, and `arch: {arch}` is a diffusion model: it has no effect");
         report.warn(join(path, &format!("train.{key}")), message);
@@ -178,7 +178,8 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
 }
 
 /// Checks the settings of a training by flow matching.
-fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
+fn check_flow(process: &TrainerProcess, path: &str, report: &mut SupportReport) {
+    let train = &process.train;
     if train.timestep_type == TimestepType::NextSample && train.next_sample_timesteps < 3 {
         let message = "expected at least 3: a step leads from one timestep to another, and the last one is not trained";
         report.error(join(path, "train.next_sample_timesteps"), message.to_owned());
@@ -210,7 +211,9 @@ fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
         let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
         report.error(join(path, "train.debiased_estimation_loss"), message.to_owned());
     }
-    for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", train.snr_gamma)] {
+    // Sliders do not use the second one: a warning says so.
+    let uncapped = train.snr_gamma.filter(|_| !process.kind.is_slider());
+    for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", uncapped)] {
         if gamma.is_some_and(|gamma| gamma > 0.0) {
             let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
             report.error(join(path, &format!("train.{key}")), message.to_owned());

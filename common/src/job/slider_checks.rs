@@ -74,6 +74,7 @@ fn finish(process: &mut TrainerProcess, cx: &mut ReadContext) {
         cx.error_at("model.arch", message);
     }
     warn_of_ineffective(&process.train, cx);
+    warn_of_snr(process, cx);
     warn_of_ineffective_datasets(process, cx);
     let slider = process.slider.clone().unwrap_or_default();
     warn_of_other_kinds(process, &slider, cx);
@@ -394,6 +395,24 @@ fn warn_of_ineffective(train: &TrainConfig, cx: &mut ReadContext) {
         cx.warn_at(
             &format!("train.{key}"),
             "has no effect on a slider, which has losses of its own (docs/sliders.md)",
+        );
+    }
+}
+
+/// Warns of weights by the signal-to-noise ratio that a slider does not use.
+fn warn_of_snr(process: &TrainerProcess, cx: &mut ReadContext) {
+    let train = &process.train;
+    if train.snr_gamma.is_some_and(|gamma| gamma > 0.0) {
+        cx.warn_at(
+            "train.snr_gamma",
+            "has no effect on a slider, as in ai-toolkit: only `min_snr_gamma` weighs the losses of sliders",
+        );
+    }
+    let is_concept = process.kind == ProcessType::ConceptSlider;
+    if is_concept && train.min_snr_gamma.is_some_and(|gamma| gamma > 0.0) {
+        cx.warn_at(
+            "train.min_snr_gamma",
+            "has no effect on `type: concept_slider`, as in ai-toolkit: its losses have no such weight",
         );
     }
 }

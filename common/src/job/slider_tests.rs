@@ -220,6 +220,19 @@ fn keys_without_effect_are_named() {
             "folder_path: images, network_weight: 0.5",
             "datasets[0].network_weight",
         ),
+        (SLIDER, "steps: 3,", "steps: 3, snr_gamma: 5,", "train.snr_gamma"),
+        (
+            PAIRS,
+            "steps: 3}",
+            "steps: 3, snr_gamma: 5, min_snr_gamma: 5}",
+            "train.snr_gamma",
+        ),
+        (
+            CONCEPT,
+            "steps: 3}",
+            "steps: 3, min_snr_gamma: 5}",
+            "train.min_snr_gamma",
+        ),
         (
             PAIRS,
             "slider: {",

@@ -521,7 +521,8 @@ pub(super) fn snr_weighting(process: &TrainerProcess) -> SnrWeighting {
     let positive = |g: Option<f64>| g.filter(|g| *g > 1e-6);
     SnrWeighting {
         min_snr_gamma: positive(train.min_snr_gamma),
-        snr_gamma: positive(train.snr_gamma),
+        // ai-toolkit's sliders have the other one alone.
+        snr_gamma: positive(train.snr_gamma).filter(|_| !process.kind.is_slider()),
         debiased: train.debiased_estimation_loss,
     }
 }

@@ -1,5 +1,6 @@
 //! Sliders: their losses against `tests/reference/make_sliders.py`, and what they do to images of the demo's model.
 
+use super::options;
 use super::preview;
 use super::replay_tests::{replay, replayed};
 use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
@@ -134,6 +135,18 @@ fn losses_of_sliders_match_the_reference() {
             );
         }
     }
+}
+
+/// As in ai-toolkit, where `snr_gamma` is of other trainings alone.
+#[test]
+fn a_slider_is_weighed_by_min_snr_gamma_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = reference("prompts", dir.path());
+    (process.train.min_snr_gamma, process.train.snr_gamma) = (Some(5.0), Some(4.0));
+    let weighting = options::snr_weighting(&process);
+    assert_eq!((weighting.min_snr_gamma, weighting.snr_gamma), (Some(5.0), None));
+    process.kind = ProcessType::SdTrainer;
+    assert_eq!(options::snr_weighting(&process).snr_gamma, Some(4.0));
 }
 
 #[test]
