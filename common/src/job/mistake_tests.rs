@@ -332,6 +332,26 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "`type: lokr` is trained without it",
         ),
         (
+            "outputs of a LoKr that are dropped",
+            MINIMAL.replace(
+                "type: lora, linear: 8",
+                "type: lokr, network_kwargs: {output_dropout: 0.1}",
+            ),
+            9,
+            "config.process[0].network.network_kwargs.output_dropout",
+            "called `rank_dropout`",
+        ),
+        (
+            "dropout of whole differences",
+            MINIMAL.replace(
+                "type: lora, linear: 8",
+                "type: fullrank, network_kwargs: {module_dropout: 0.1}",
+            ),
+            9,
+            "config.process[0].network.network_kwargs.module_dropout",
+            "`type: fullrank` is trained without it",
+        ),
+        (
             "factor of a LoKr",
             MINIMAL.replace("type: lora, linear: 8", "type: lokr, lokr_factor: '0'"),
             9,

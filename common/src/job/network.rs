@@ -44,9 +44,13 @@ section! {
         /// Whole differences of weight and bias instead of the network's type for layers whose name contains one of these, and for such
         /// norms.
         full_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
-        /// Chance that a row of the down projection is dropped for an image while training; for `lora`, `locon` and `dora`.
+        /// Chance that a row of the down projection is dropped for an image while training; of `lokr` and `loha`, as in LyCORIS, that an
+        /// output of a layer's change is dropped in a pass. Not for `fullrank`.
         rank_dropout: Option<f64> = None, Works;
-        /// Chance that the LoRA of a layer is dropped in a pass while training; for `lora`, `locon` and `dora`.
+        /// Chance that an output of a layer's change is dropped in a pass while training (ours): LyCORIS' `rank_dropout` of a LoRA; for
+        /// `lora`, `locon` and `dora`.
+        output_dropout: Option<f64> = None, Works;
+        /// Chance that the whole change of a layer is dropped in a pass while training. Not for `fullrank`.
         module_dropout: Option<f64> = None, Works;
         /// U-Nets: train the first and the last convolution themselves beside the network.
         full_train_in_out: bool = false, Works;
@@ -277,15 +281,25 @@ fn check_dropout(network: &NetworkConfig, cx: &mut ReadContext) {
     for (key, chance) in [
         ("dropout", network.dropout),
         ("network_kwargs.rank_dropout", kwargs.rank_dropout),
+        ("network_kwargs.output_dropout", kwargs.output_dropout),
         ("network_kwargs.module_dropout", kwargs.module_dropout),
     ] {
         let Some(chance) = chance else { continue };
+        let is_refused = match kind {
+            Lokr | Loha => key == "dropout",
+            _ => kind == Fullrank,
+        };
         if !(0.0..1.0).contains(&chance) {
             cx.error_at(key, "expected a chance from 0 to below 1");
-        } else if chance > 0.0 && matches!(kind, Lokr | Loha | Fullrank) {
+        } else if chance > 0.0 && is_refused {
             cx.error_at(
                 key,
                 format!("a network of `type: {kind}` is trained without it: remove this key, or use `type: lora`"),
+            );
+        } else if chance > 0.0 && key.ends_with("output_dropout") && matches!(kind, Lokr | Loha) {
+            cx.error_at(
+                key,
+                format!("of `type: {kind}` it is called `rank_dropout`, as in LyCORIS: use that key"),
             );
         }
     }

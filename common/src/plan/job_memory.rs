@@ -224,6 +224,15 @@ impl<'a> Job<'a> {
             Some("fullrank") => AdapterKind::Difference,
             _ => AdapterKind::Lora,
         };
+        let dropped: &[&str] = match kind {
+            // Whole changes are dropped without further tensors, and outputs of other types in their matrices.
+            AdapterKind::Lokr { .. } => &["/network_kwargs/rank_dropout"],
+            _ => &[
+                "/dropout",
+                "/network_kwargs/rank_dropout",
+                "/network_kwargs/module_dropout",
+            ],
+        };
         let full_rank = network.get("lokr_full_rank").and_then(Value::as_bool).unwrap_or(true);
         let is_full = full_rank && matches!(kind, AdapterKind::Lokr { .. });
         let rank = positive("/rank").or_else(|| positive("/linear")).unwrap_or(4.0);
@@ -239,13 +248,7 @@ impl<'a> Job<'a> {
             layer_ranks: layer_ranks(network, rank, conv_rank.unwrap_or(0.0)),
             // A training of images drops other numbers.
             drops_inputs: false,
-            dropout: [
-                "/dropout",
-                "/network_kwargs/rank_dropout",
-                "/network_kwargs/module_dropout",
-            ]
-            .iter()
-            .any(|key| {
+            dropout: dropped.iter().any(|key| {
                 network
                     .pointer(key)
                     .and_then(Value::as_f64)

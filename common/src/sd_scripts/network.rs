@@ -86,7 +86,7 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
 const WITHOUT_INFLUENCE: &[&str] = &[
     "verbose",
     "varbose",
-    // LyCORIS scales what rank_dropout leaves, which is refused.
+    // LyCORIS' create_network does not pass it on to its layers.
     "rank_dropout_scale",
     "disable_conv_cp",
     "block_size",
@@ -134,10 +134,13 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         ("conv_alpha", "`network.conv_alpha`"),
         (
             "rank_dropout",
-            "`network.network_kwargs.rank_dropout`; of LyCORIS refused",
+            "`network.network_kwargs.rank_dropout`; of LyCORIS with algo lora or locon `output_dropout` there",
         ),
         ("module_dropout", "`network.network_kwargs.module_dropout`"),
-        ("dropout", "of LyCORIS: refused above 0"),
+        (
+            "dropout",
+            "of LyCORIS: ignored with a note, as network_dropout: LyCORIS drops nothing with them",
+        ),
         (
             "algo",
             "of LyCORIS: `network.type`: lora and locon are `lora`, loha, lokr; others are refused",
@@ -266,14 +269,21 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
         }
     }
     let mut kwargs = Section::new();
+    if let Some(chance) = arguments.chance(import, "rank_dropout") {
+        // LyCORIS drops rows of the weight's change.
+        let is_lora = matches!(algorithm(&arguments).as_str(), "lora" | "locon" | "");
+        let key = if is_lycoris && is_lora {
+            "output_dropout"
+        } else {
+            "rank_dropout"
+        };
+        kwargs.insert(key.into(), number(chance));
+    }
     if is_lycoris {
         lycoris(import, &arguments, rank, alpha, &mut network);
     } else {
         if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {
             network.insert("dropout".into(), number(chance));
-        }
-        if let Some(chance) = arguments.chance(import, "rank_dropout") {
-            kwargs.insert("rank_dropout".into(), number(chance));
         }
         let conv = arguments.number(import, "conv_dim").filter(|conv| *conv > 0.0);
         if import.script.is_flow() && conv.is_some() {
@@ -475,12 +485,20 @@ fn check_alpha_of_transformer(import: &mut Import<'_>, rank: u64, alpha: f64) {
     import.error(option, message);
 }
 
-/// LyCORIS: `algo` and what belongs to it.
-fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64, network: &mut Section) {
-    let algo = arguments
+/// `LoConModule`, `LohaModule` and `LokrModule` of LyCORIS drop numbers of a layer's input and output in their bypass mode alone.
+const DROPS_NOTHING: &str = "ignored, as by LyCORIS, which drops nothing with it without bypass_mode";
+
+/// The algorithm of a LyCORIS network.
+fn algorithm(arguments: &Arguments) -> String {
+    arguments
         .get("algo")
         .map_or("lora", |argument| argument.text.as_str())
-        .to_lowercase();
+        .to_lowercase()
+}
+
+/// LyCORIS: `algo` and what belongs to it.
+fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64, network: &mut Section) {
+    let algo = algorithm(arguments);
     let scalar = arguments.is_on("use_scalar");
     let kind = match algo.as_str() {
         "lora" | "locon" if scalar => "locon",
@@ -511,20 +529,15 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
             format!("preset={}: aitk imports the preset full only", preset.escape_debug()),
         );
     }
-    for name in ["dropout", "rank_dropout"] {
-        if arguments.chance(import, name).is_some() {
-            import.error(
-                "network_args",
-                format!("{name}: LyCORIS drops other numbers than aitk does"),
-            );
-        }
+    if arguments.chance(import, "dropout").is_some() {
+        import.note("network_args", format!("dropout: {DROPS_NOTHING}"));
     }
     if import
         .settings
         .number("network_dropout")
         .is_some_and(|chance| chance != 0.0)
     {
-        import.error("network_dropout", "LyCORIS drops other numbers than aitk does");
+        import.note("network_dropout", DROPS_NOTHING);
     }
     // Convolutions are trained too, without conv_dim with the rank of the linear layers; with 0 only those of 1 x 1, as these layers.
     let conv = arguments.number(import, "conv_dim").unwrap_or(rank as f64);

@@ -81,7 +81,7 @@ const NETWORK: &[OptionRow] = &[
     row("network_module", Text, "", LORA, Translated("`network.type`: `networks.lora`, `networks.lora_flux`, `networks.lora_sd3`, `lycoris.kohya`")),
     row("network_dim", Whole, "4", LORA, Translated("`network.linear`")),
     row("network_alpha", Number, "1", LORA, Translated("`network.linear_alpha`; of FLUX.1 and SD3 it must be the same as network_dim")),
-    row("network_dropout", Number, "0", LORA, Translated("`network.dropout`")),
+    row("network_dropout", Number, "0", LORA, Translated("`network.dropout`; of LyCORIS without influence there")),
     row("network_args", Texts, "", LORA, Translated("see below")),
     row("network_weights", Text, "", LORA, Translated("`network.pretrained_lora_path`")),
     row("dim_from_weights", Flag, "false", LORA, Translated("`network.ranks_of_pretrained_lora`: each layer of network_weights has its rank and alpha there, and no other layer is trained")),

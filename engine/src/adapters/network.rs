@@ -2,9 +2,9 @@
 
 use super::adapter_file::AdapterFile;
 use super::difference::{DenseLayer, Difference};
+use super::dropout::Dropout;
 use super::handle::AdapterHandle;
 use super::load::{attach_adapter, index_layers};
-use super::lora::Dropout;
 use super::lora::Lora;
 use super::names::{LayerIndex, LayerKey, flatten, old_prefix, saved_name, toolkit_name};
 use super::ranks::{LayerRank, Rank, ranks_of};

@@ -1,8 +1,8 @@
 //! Types of adapters that can be trained.
 
+use super::dropout::Dropout;
 use super::file_layer::FileLayer;
 use super::handle::AdapterHandle;
-use super::lora::Dropout;
 use super::weight_adapter::WeightAdapter;
 use crate::families::{AdapterNames, PartRole};
 use crate::rng::TorchGenerator;

@@ -3,11 +3,12 @@
 use super::file_layer::{FileLayer, Site};
 use super::lycoris_tests::{layers, named, tensors};
 use super::trained_layer::NewLayer;
+use super::weight_adapter::over_channels;
 use super::*;
 use crate::autograd;
 use crate::families::AdapterNames;
 use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerKind, Linear, LowRank, forward_layer};
-use crate::rng::TorchGenerator;
+use crate::rng::{TorchGenerator, generator_from_text};
 use crate::testing::{gap, in_portable_mode, largest};
 use crate::weights::Weight;
 use aitk_common::job::extract::ScaleTarget;
@@ -405,6 +406,108 @@ fn dropout_of_a_dora_keeps_its_norm() {
     }
 }
 
+/// Outputs that are dropped are missing from the change, and from the gradients of its matrices; the others are as without dropout.
+#[test]
+fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
+    const CHANCE: f64 = 0.4;
+    let found = tensors("types");
+    let lokr = |factor| Lokr {
+        factor,
+        old_names: false,
+    };
+    let (square, narrow) = (lokr(None), lokr(Some(2)));
+    let types: [(&str, &dyn AdapterType); 5] = [
+        ("LoRA", &Lora),
+        ("LoCon", &Locon),
+        ("LoHa", &Loha),
+        ("LoKr", &square),
+        ("LoKr of other sides", &narrow),
+    ];
+    let cases = types
+        .into_iter()
+        .flat_map(|kind| ["linear", "conv"].map(|shape| (kind, shape)));
+    for ((kind, adapter), shape) in cases {
+        let what = format!("{kind} {shape}");
+        let layer = Layer::of(&found, &format!("peft_loha_{shape}"));
+        let (x, probe) = (
+            &found[&format!("peft_loha_{shape}/x")],
+            &found[&format!("peft_loha_{shape}/probe")],
+        );
+        let make = |dropout: Dropout| {
+            let handle = AdapterHandle::new(0.8);
+            handle.set_training(Some("seed"));
+            let new = NewLayer {
+                name: "layer".to_owned(),
+                names: AdapterNames::Kohya,
+                weight: &layer.weight,
+                bias: Some(&layer.bias),
+                dims: layer.weight.dims(),
+                device: &Device::Cpu,
+                rank: 2,
+                alpha: 1.5,
+                dropout,
+                handle: &handle,
+            };
+            let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
+            let mut generator = TorchGenerator::manual_seed(2);
+            for (_, var) in trained.params() {
+                let noise = Tensor::from_vec(generator.uniform(var.elem_count(), 0.2, 0.5), var.shape(), &Device::Cpu);
+                var.set(&(var.as_tensor() + noise.unwrap()).unwrap()).unwrap();
+            }
+            trained
+        };
+        let run = |trained: &Arc<dyn TrainedLayer>, probe: &Tensor| {
+            let forward = || (layer.forward(x, vec![trained.clone()]) * probe).unwrap().sum_all();
+            let (_, gradients) = autograd::gradients(forward).unwrap();
+            let params = trained.params().into_iter();
+            let gradient = |(name, var): (&'static str, &candle_core::Var)| {
+                (name, gradients.get(var.as_tensor()).unwrap().clone())
+            };
+            params.map(gradient).collect::<Vec<_>>()
+        };
+        let (whole, dropping) = (
+            make(Dropout::default()),
+            make(Dropout {
+                output: CHANCE,
+                ..Dropout::default()
+            }),
+        );
+        let outputs = layer.weight.dims()[0];
+        let drawn = generator_from_text("seed/layer/output").rand(outputs);
+        let kept: Vec<f32> = drawn.iter().map(|u| f32::from(f64::from(*u) >= CHANCE)).collect();
+        assert!(kept.contains(&0.0) && kept.contains(&1.0), "{kept:?}");
+        let kept = Tensor::from_vec(kept, outputs, &Device::Cpu).unwrap();
+        let mut rows = vec![1; layer.weight.dims().len()];
+        rows[0] = outputs;
+        let change = whole.change(&layer.weight).unwrap();
+        let masked = change.broadcast_mul(&kept.reshape(rows).unwrap()).unwrap();
+        let expected = Layer {
+            weight: Weight::Plain((layer.weight.dense().unwrap() + masked).unwrap()),
+            bias: layer.bias.clone(),
+            ..layer
+        };
+        check(
+            &layer.forward(x, vec![dropping.clone()]),
+            &expected.forward(x, vec![]),
+            1e-5,
+            &what,
+        );
+        let probe_of_kept = probe.broadcast_mul(&over_channels(layer.kind, &kept).unwrap()).unwrap();
+        for ((name, found), (_, expected)) in run(&dropping, probe).into_iter().zip(run(&whole, &probe_of_kept)) {
+            check(&found, &expected, 1e-5, &format!("{what}: gradient of {name}"));
+        }
+        let without = make(Dropout {
+            module: 0.9999,
+            ..Dropout::default()
+        });
+        assert_eq!(
+            gap(&layer.forward(x, vec![without]), &layer.forward(x, vec![])),
+            0.0,
+            "{what}"
+        );
+    }
+}
+
 /// The low-rank product of a DoRA's file.
 fn factors(file: &dyn FileLayer, layer: &Layer) -> LowRank {
     let trained = trained(&Dora, layer, file, Dropout::default());
@@ -596,4 +699,5 @@ in_portable_mode! {
     trained_types_have_the_gradients_of_peft,
     trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read,
     dropout_of_a_dora_keeps_its_norm,
+    dropped_outputs_are_missing_from_the_change_and_its_gradients,
 }

@@ -37,6 +37,8 @@ pub(crate) enum Training {
         /// The rank of the second matrix; `None`: it is trained whole.
         rank: Option<usize>,
         factor: i64,
+        /// Whether outputs are dropped.
+        drops: bool,
     },
     /// Another type of adapter: `dora`, `loha` or `fullrank`.
     Other {
@@ -61,6 +63,7 @@ impl Training {
                     return Self::Lokr {
                         rank: flag.then_some(2),
                         factor: r.choose(&[-1, 2, 4]),
+                        drops: has_conv,
                     };
                 }
                 1 => "dora",
@@ -91,8 +94,9 @@ impl Training {
             } => json!({
                 "type": kind, "linear": rank, "conv": conv, "dropout": if dropout { 0.5 } else { 0.0 },
             }),
-            Self::Lokr { rank, factor } => json!({
+            Self::Lokr { rank, factor, drops } => json!({
                 "type": "lokr", "linear": rank, "conv": rank, "lokr_full_rank": rank.is_none(), "lokr_factor": factor,
+                "network_kwargs": {"rank_dropout": if drops { 0.5 } else { 0.0 }},
             }),
         }
     }
@@ -113,15 +117,26 @@ pub(crate) fn weights(dtype: DType) -> Weights {
 
 /// The network of a training, attached to a part.
 pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Option<AdapterNetwork> {
+    let chance = |drops: bool| if drops { 0.5 } else { 0.0 };
     let (rank, conv_rank, dropout) = match training {
         Training::Full { .. } => return None,
         Training::Lora { rank, conv, dropout }
         | Training::Other {
             rank, conv, dropout, ..
-        } => (rank, conv, dropout),
-        Training::Lokr { rank, .. } => {
+        } => {
+            let dropout = Dropout {
+                element: chance(dropout),
+                ..Dropout::default()
+            };
+            (rank, conv, dropout)
+        }
+        Training::Lokr { rank, drops, .. } => {
             let rank = rank.unwrap_or(LOKR_FULL_RANK as usize);
-            (rank, Some(rank), false)
+            let dropout = Dropout {
+                output: chance(drops),
+                ..Dropout::default()
+            };
+            (rank, Some(rank), dropout)
         }
     };
     let config = AdapterConfig {
@@ -129,10 +144,7 @@ pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Opt
         alpha: rank as f64,
         conv_rank,
         conv_alpha: 1.0,
-        dropout: Dropout {
-            element: if dropout { 0.5 } else { 0.0 },
-            ..Dropout::default()
-        },
+        dropout,
         blocks_only,
         ..AdapterConfig::default()
     };

@@ -17,6 +17,7 @@ struct Applied {
     kernel: f64,
     stride: f64,
     is_linear: bool,
+    drops: bool,
 }
 
 impl Applied {
@@ -62,7 +63,15 @@ impl Applied {
 }
 
 impl Walk {
-    pub(super) fn layer_with_kron(&self, layer: &Layer, kron: KronSizes, x: &Shaped, is_linear: bool) -> Shaped {
+    /// `drops`: some outputs of the change are set to zero.
+    pub(super) fn layer_with_kron(
+        &self,
+        layer: &Layer,
+        kron: KronSizes,
+        drops: bool,
+        x: &Shaped,
+        is_linear: bool,
+    ) -> Shaped {
         let base = Layer {
             adapter: None,
             ..layer.clone()
@@ -77,9 +86,18 @@ impl Walk {
             kernel: layer.kernel,
             stride: layer.stride,
             is_linear,
+            drops,
         };
         let built = kron.rank.map(|_| self.floats(applied.second()));
-        let change = self.kron_forward(&applied);
+        let whole = self.kron_forward(&applied);
+        let change = match drops {
+            true => {
+                let masked = self.tensor(product.output, false);
+                drop(whole);
+                masked
+            }
+            false => whole,
+        };
         let sum = self.tensor(product.output, self.is_recording());
         drop(change);
         if self.is_recording() {
@@ -116,6 +134,7 @@ impl Walk {
             // Both matrices and the input get a gradient; what the second matrix computes is computed again.
             walk.meter.multiply(3.0 * a.multiplications());
             let is_cpu = walk.backend.is_cpu();
+            let masked = a.drops.then(|| walk.tensor(a.output, false));
             let dy = (!is_cpu).then(|| walk.widened(a.outputs()));
             let wide = (!is_cpu).then(|| walk.widened(a.inputs()));
             let groups = walk.kron_groups(&a);
@@ -151,7 +170,7 @@ impl Walk {
             if y_tracked {
                 gradients.push((y_id, gradient));
             }
-            drop((saved, built));
+            drop((saved, built, masked));
             gradients
         });
     }

@@ -14,7 +14,7 @@ const TILE_ELEMENTS: f64 = 1_048_576.0;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::plan) struct Adapter {
     pub(in crate::plan) rank: f64,
-    /// Whether training drops something: then layer and adapter are not computed as one operation.
+    /// Whether training drops something: then layer and adapter are not computed as one operation. Of a LoKr: whether it drops outputs.
     pub(in crate::plan) dropout: bool,
     /// Whether it drops inputs of the down projection.
     pub(in crate::plan) drops_inputs: bool,
@@ -188,7 +188,7 @@ impl Walk {
         if let Some(adapter) = layer.adapter {
             match adapter.form {
                 AdapterForm::LowRank { .. } => {}
-                AdapterForm::Kron(kron) => return self.layer_with_kron(layer, kron, &x, is_linear),
+                AdapterForm::Kron(kron) => return self.layer_with_kron(layer, kron, adapter.dropout, &x, is_linear),
                 AdapterForm::Magnitude => return self.layer_with_magnitude(layer, adapter, &x, is_linear),
                 AdapterForm::Hadamard => return self.layer_with_hadamard(layer, adapter, &x, is_linear),
                 AdapterForm::Difference => return self.layer_with_difference(layer, &x, is_linear),

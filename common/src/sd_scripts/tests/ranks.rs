@@ -236,6 +236,39 @@ fn a_lokr_of_whole_matrices_has_no_convolutions_of_rank_0() {
     }
 }
 
+/// `LoConModule.make_weight` and `get_weight` of LyCORIS zero rows of the weight's change; `networks/lora.py` rows of the first matrix.
+#[test]
+fn each_kind_of_network_drops_what_its_software_drops() {
+    let sd = base(Script::TrainNetwork);
+    let import = |module: &str, algo: &str| {
+        let folder = folder();
+        let arguments = "\"rank_dropout=0.25\", \"module_dropout=0.1\", \"rank_dropout_scale=True\"";
+        let text = format!(
+            "{sd}network_train_unet_only = true\nnetwork_dropout = 0.125\nnetwork_args = [{algo}{arguments}]\n"
+        );
+        let text = text.replace("networks.lora", module);
+        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let notes = imported
+            .notes
+            .iter()
+            .filter(|note| note.key == "network_dropout")
+            .count();
+        let job = job(&imported.yaml);
+        let network = job.process[0].trainer().unwrap().network.clone().unwrap();
+        let kwargs = network.network_kwargs;
+        assert_eq!(kwargs.module_dropout, Some(0.1), "{module} {algo}");
+        (kwargs.rank_dropout, kwargs.output_dropout, network.dropout, notes)
+    };
+    let (some, module) = (Some(0.25), "lycoris.kohya");
+    assert_eq!(import("networks.lora", ""), (some, None, Some(0.125), 0));
+    for algo in ["", "\"algo=locon\", ", "\"algo=LoCon\", \"use_scalar=True\", "] {
+        assert_eq!(import(module, algo), (None, some, None, 1), "{algo}");
+    }
+    for algo in ["\"algo=loha\", ", "\"algo=lokr\", "] {
+        assert_eq!(import(module, algo), (some, None, None, 1), "{algo}");
+    }
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");

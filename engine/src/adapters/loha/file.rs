@@ -1,6 +1,7 @@
 //! The tensors of a LoHa in a file.
 
 use super::super::difference::DenseLayer;
+use super::super::dropout::Dropout;
 use super::super::file_layer::{FileLayer, RoleTensors, Site};
 use super::super::keys::TensorRole;
 use super::super::names::NamedLayers;
@@ -165,6 +166,7 @@ impl FileLayer for LohaTensors {
             alpha: self.scale() * rank as f64,
             rank,
             dims: dims.to_vec(),
+            dropout: Dropout::default(),
             handle: site.handle.clone(),
         }))
     }

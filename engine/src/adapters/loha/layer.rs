@@ -1,5 +1,6 @@
 //! One LoHa layer: `(W + (W1 ⊙ W2) * alpha / rank * multiplier) x`.
 
+use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::weight_adapter::{WeightAdapter, add_product, product, tracked_if};
 use crate::nn::{BaseLayer, LayerAdapter, add_hadamard_of_products, hadamard_of_products};
@@ -25,6 +26,8 @@ pub(super) struct LohaLayer {
     pub(super) rank: usize,
     /// The shape of the layer's weight.
     pub(super) dims: Vec<usize>,
+    /// What training drops: outputs, or the whole change.
+    pub(super) dropout: Dropout,
     pub(super) handle: Arc<AdapterHandle>,
 }
 
@@ -33,26 +36,29 @@ impl LohaLayer {
         self.alpha / self.rank.max(1) as f64
     }
 
-    /// The change of the weight, tracked for gradients if `is_training`.
-    fn tensor(&self, is_training: bool) -> Result<Tensor> {
-        let [left, right] = self.factors(is_training)?;
-        hadamard_of_products(&left, &right, self.strength())?.reshape(self.dims.as_slice())
-    }
-
     /// The scale at the strength of the current pass.
     fn strength(&self) -> f64 {
         self.scale() * self.handle.strength()
     }
 
-    /// The left and the right factors of both products, [2, out, rank] and [2, rank, in kh kw].
-    fn factors(&self, is_training: bool) -> Result<[Tensor; 2]> {
-        let stacked = |[first, second]: [&Var; 2]| {
-            let both = [tracked_if(is_training, first), tracked_if(is_training, second)];
-            Tensor::stack(&both, 0)
+    /// The left and the right factors of both products, [2, out, rank] and [2, rank, in kh kw]. `dropout_seed`: that of training, in which
+    /// they are tracked for gradients, and without the outputs that are dropped.
+    fn factors(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
+        let tracked = |variable: &Var| tracked_if(dropout_seed.is_some(), variable);
+        let mut first = tracked(&self.first.left);
+        let kept = match dropout_seed {
+            Some(seed) => self
+                .dropout
+                .kept_outputs(seed, &self.name, self.first.left.dim(0)?, first.device())?,
+            None => None,
         };
+        if let Some(kept) = kept {
+            // A row of one factor is a row of the product.
+            first = first.broadcast_mul(&kept.reshape(((), 1))?)?;
+        }
         Ok([
-            stacked([&self.first.left, &self.second.left])?,
-            stacked([&self.first.right, &self.second.right])?,
+            Tensor::stack(&[first, tracked(&self.second.left)], 0)?,
+            Tensor::stack(&[tracked(&self.first.right), tracked(&self.second.right)], 0)?,
         ])
     }
 }
@@ -62,21 +68,29 @@ impl LayerAdapter for LohaLayer {
         if self.handle.strength() == 0.0 {
             return Ok(output);
         }
-        let change = self.tensor(self.handle.dropout_seed().is_some())?;
+        let dropout_seed = self.handle.dropout_seed();
+        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
+        if dropout_seed.as_ref().is_some_and(drops) {
+            return Ok(output);
+        }
+        let [left, right] = self.factors(dropout_seed.as_deref())?;
+        let change = hadamard_of_products(&left, &right, self.strength())?.reshape(self.dims.as_slice())?;
         add_product(layer.kind, x, &change, None, &output)
     }
 
     /// One product with the sum of the weight and its change, as in LyCORIS: a step has three products of that size, where the sum of
     /// two outputs needs five.
     fn forward(&self, layer: &BaseLayer<'_>, x: &Tensor) -> Result<Option<Tensor>> {
-        if self.handle.strength() == 0.0 {
+        let dropout_seed = self.handle.dropout_seed();
+        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
+        if self.handle.strength() == 0.0 || dropout_seed.as_ref().is_some_and(drops) {
             return Ok(None);
         }
         let base = layer.weight.dense()?;
         if base.track_op() {
             return Ok(None);
         }
-        let [left, right] = self.factors(self.handle.dropout_seed().is_some())?;
+        let [left, right] = self.factors(dropout_seed.as_deref())?;
         let weight = add_hadamard_of_products(&base, &left, &right, self.strength(), x.dtype())?;
         drop(base);
         let bias = layer.bias.map(|bias| bias.to_dtype(x.dtype())).transpose()?;
@@ -86,6 +100,7 @@ impl LayerAdapter for LohaLayer {
 
 impl WeightAdapter for LohaLayer {
     fn change(&self, _: &Weight) -> Result<Tensor> {
-        self.tensor(false)
+        let [left, right] = self.factors(None)?;
+        hadamard_of_products(&left, &right, self.strength())?.reshape(self.dims.as_slice())
     }
 }

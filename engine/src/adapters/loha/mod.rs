@@ -44,6 +44,7 @@ impl AdapterType for Loha {
             alpha: new.alpha,
             rank,
             dims: new.dims.to_vec(),
+            dropout: new.dropout,
             handle: new.handle.clone(),
         }))
     }

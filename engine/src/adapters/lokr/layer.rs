@@ -1,9 +1,10 @@
 //! One LoKr layer: `y + (first ⊗ second) x * scale * multiplier`, without building the Kronecker product.
 
+use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::names::RowRanges;
 use super::super::weight_adapter::{WeightAdapter, channels_axis, select_rows, tracked_if};
-use crate::nn::{self, BaseLayer, LayerAdapter, kron, matmul};
+use crate::nn::{self, BaseLayer, LayerAdapter, kron, matmul, scale_channels};
 use crate::weights::Weight;
 use candle_core::{Result, Tensor, Var};
 use std::sync::Arc;
@@ -51,6 +52,8 @@ pub(super) struct LokrLayer {
     pub(super) scale: f64,
     /// The beginning and the length of the ranges of rows that the layer has of a larger product, in its order.
     pub(super) rows: Option<RowRanges>,
+    /// What training drops: outputs, or the whole change.
+    pub(super) dropout: Dropout,
     pub(super) handle: Arc<AdapterHandle>,
 }
 
@@ -73,11 +76,30 @@ impl LayerAdapter for LokrLayer {
         if strength == 0.0 {
             return Ok(output);
         }
-        let is_training = self.handle.dropout_seed().is_some();
+        let dropout_seed = self.handle.dropout_seed();
+        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
+        if dropout_seed.as_ref().is_some_and(drops) {
+            return Ok(output);
+        }
+        let is_training = dropout_seed.is_some();
         let (first, second) = (self.first.tensor(is_training)?, self.second(is_training)?);
         let change = kron(x, &first, &second, layer.kind, strength)?;
         let axis = channels_axis(layer.kind, &change);
         let change = select_rows(change, axis, self.rows.as_deref())?;
+        let kept = match dropout_seed {
+            Some(seed) => self
+                .dropout
+                .kept_outputs(&seed, &self.name, change.dim(axis)?, change.device())?,
+            None => None,
+        };
+        let change = match kept {
+            Some(kept) => {
+                let masked = scale_channels(layer.kind, &change, &(kept - 1.0)?, None)?;
+                drop(change);
+                masked
+            }
+            None => change,
+        };
         nn::add(&output, &change.to_dtype(output.dtype())?)
     }
 }

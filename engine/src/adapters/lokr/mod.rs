@@ -64,6 +64,7 @@ impl AdapterType for Lokr {
             alpha: if is_full { new.rank as f64 } else { new.alpha },
             scale,
             rows: None,
+            dropout: new.dropout,
             handle: new.handle.clone(),
         }))
     }

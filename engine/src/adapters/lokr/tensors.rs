@@ -1,5 +1,6 @@
 //! The tensors of a LoKr in a file.
 
+use super::super::dropout::Dropout;
 use super::super::file_layer::{FileLayer, RoleTensors, Site};
 use super::super::keys::TensorRole;
 use super::super::names::{NamedLayers, RowRanges};
@@ -165,6 +166,7 @@ impl FileLayer for LokrTensors {
             alpha: self.alpha.unwrap_or(1.0),
             scale: self.scale(),
             rows: self.rows.clone(),
+            dropout: Dropout::default(),
             handle: site.handle.clone(),
         }))
     }

@@ -1,11 +1,12 @@
 //! LoRA and LoCon in files.
 
+use super::super::dropout::Dropout;
 use super::super::file_layer::{FileLayer, RoleTensors, Site};
 use super::super::joined::split;
 use super::super::keys::TensorRole;
 use super::super::names::NamedLayers;
 use super::super::weight_adapter::WeightAdapter;
-use super::layer::{Dropout, LoraLayer};
+use super::layer::LoraLayer;
 use super::tensors::LoraTensors;
 use candle_core::{Result, Tensor, Var};
 use std::any::Any;

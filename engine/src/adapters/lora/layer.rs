@@ -1,5 +1,6 @@
 //! One LoRA layer: `y + up(dropout(down(dropout(x)))) * alpha / rank * multiplier`.
 
+use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::stored_matrix::StoredMatrix;
 use super::super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
@@ -9,27 +10,6 @@ use crate::rng::generator_from_text;
 use crate::weights::Weight;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
-
-/// The probabilities with which training drops parts of a LoRA's change.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Dropout {
-    /// An element of the input of `down`, as peft's `lora_dropout`. Only LoRAs have it.
-    pub input: f64,
-    /// An element between down and up.
-    pub element: f64,
-    /// A row of `down`, for each image of the batch.
-    pub rank: f64,
-    /// The whole change of a layer, in one pass.
-    pub module: f64,
-}
-
-impl Dropout {
-    /// Whether nothing is dropped.
-    #[must_use]
-    pub fn is_off(self) -> bool {
-        self == Self::default()
-    }
-}
 
 /// The LoRA of one layer. The weights are float32, whatever the dtype of the base layer.
 #[derive(Debug)]
@@ -65,9 +45,24 @@ impl LoraLayer {
         self.handle.strength() * self.alpha / self.rank() as f64
     }
 
-    /// `down` and `up`, which is multiplied by the scalar, tracked for gradients if `is_training`.
-    fn weights(&self, is_training: bool) -> Result<[Tensor; 2]> {
+    /// `down` and `up`, which is multiplied by the scalar. `dropout_seed`: that of training, in which they are tracked for gradients, and
+    /// `up` is without the outputs that are dropped.
+    fn weights(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
+        let is_training = dropout_seed.is_some();
         let (down, up) = (tracked_if(is_training, &self.down), tracked_if(is_training, &self.up));
+        let outputs = self.up.dim(0)?;
+        let kept = match dropout_seed {
+            Some(seed) => self.dropout.kept_outputs(seed, &self.name, outputs, up.device())?,
+            None => None,
+        };
+        let up = match kept {
+            Some(kept) => {
+                let mut shape = vec![1; up.rank()];
+                shape[0] = outputs;
+                up.broadcast_mul(&kept.reshape(shape)?)?
+            }
+            None => up,
+        };
         let up = match &self.scalar {
             Some(scalar) => up.broadcast_mul(&tracked_if(is_training, scalar))?,
             None => up,
@@ -84,12 +79,6 @@ impl LoraLayer {
             .map(|u| if f64::from(u) < probability { 0.0 } else { keep })
             .collect();
         Tensor::from_vec(values, shape, like.device())
-    }
-
-    /// Whether training drops the whole change in this pass.
-    fn drops_module(&self, seed: &str) -> bool {
-        let mut generator = generator_from_text(&format!("{seed}/{}/module", self.name));
-        self.dropout.module > 0.0 && generator.rand(1).iter().any(|u| f64::from(*u) < self.dropout.module)
     }
 
     /// What is between down and up, [b, .., rank] or [b, rank, h, w], without what training drops.
@@ -118,10 +107,11 @@ impl LayerAdapter for LoraLayer {
             return Ok(output);
         }
         let dropout_seed = self.handle.dropout_seed();
-        if dropout_seed.as_ref().is_some_and(|seed| self.drops_module(seed)) {
+        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
+        if dropout_seed.as_ref().is_some_and(drops) {
             return Ok(output);
         }
-        let [down, up] = self.weights(dropout_seed.is_some())?;
+        let [down, up] = self.weights(dropout_seed.as_deref())?;
         let mut x = x.to_dtype(DType::F32)?;
         if let (Some(seed), true) = (&dropout_seed, self.dropout.input > 0.0) {
             let mask = self.mask(seed, "/input", self.dropout.input, x.dims(), &x)?;
@@ -144,24 +134,24 @@ impl LayerAdapter for LoraLayer {
     }
 
     fn low_rank(&self) -> Option<LowRank> {
-        let (scale, is_training) = (self.strength(), self.handle.dropout_seed().is_some());
-        if scale == 0.0 || self.mid.is_some() || (is_training && !self.dropout.is_off()) {
+        let (scale, dropout_seed) = (self.strength(), self.handle.dropout_seed());
+        if scale == 0.0 || self.mid.is_some() || (dropout_seed.is_some() && !self.dropout.keeps_low_rank()) {
             return None;
         }
-        let [down, up] = self.weights(is_training).ok()?;
+        let [down, up] = self.weights(dropout_seed.as_deref()).ok()?;
         Some(LowRank { down, up, scale })
     }
 }
 
 impl WeightAdapter for LoraLayer {
     fn factors(&self) -> Result<Option<LowRank>> {
-        let [down, up] = self.weights(false)?;
+        let [down, up] = self.weights(None)?;
         let scale = self.strength();
         Ok(self.mid.is_none().then_some(LowRank { down, up, scale }))
     }
 
     fn change(&self, weight: &Weight) -> Result<Tensor> {
-        let [down, up] = self.weights(false)?;
+        let [down, up] = self.weights(None)?;
         let (rank, outputs) = (self.rank(), up.dims()[0]);
         let up = up.reshape((outputs, rank))?;
         let change = match &self.mid {

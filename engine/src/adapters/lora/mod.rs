@@ -8,7 +8,7 @@ mod tensors;
 mod trained;
 
 pub(super) use file::read_lora;
-pub use layer::{Dropout, LoraLayer};
+pub use layer::LoraLayer;
 pub use tensors::LoraTensors;
 pub use trained::Lora;
 pub(super) use trained::new_layer;

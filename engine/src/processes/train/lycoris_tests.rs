@@ -50,6 +50,20 @@ fn dropping(kind: NetworkType) -> NetworkConfig {
     }
 }
 
+/// With the kinds of dropout of LyCORIS.
+fn dropping_outputs(kind: NetworkType) -> NetworkConfig {
+    let is_lora = kind == NetworkType::Locon;
+    NetworkConfig {
+        network_kwargs: NetworkKwargs {
+            rank_dropout: Some(0.3).filter(|_| !is_lora),
+            output_dropout: Some(0.3).filter(|_| is_lora),
+            module_dropout: Some(0.4),
+            ..NetworkKwargs::default()
+        },
+        ..network(kind)
+    }
+}
+
 /// With ranks of their own for some layers.
 fn with_layer_ranks(kind: NetworkType) -> NetworkConfig {
     let entry = |contains: &str, linear, conv| LayerRank {
@@ -103,6 +117,9 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (network(NetworkType::Loha), OptimizerName::Adafactor),
         (network(NetworkType::Fullrank), OptimizerName::AdamW8Bit),
         (dropping(NetworkType::Dora), OptimizerName::AdamW),
+        (dropping_outputs(NetworkType::Lokr), OptimizerName::AdamW),
+        (dropping_outputs(NetworkType::Loha), OptimizerName::AdamW),
+        (dropping_outputs(NetworkType::Locon), OptimizerName::AdamW),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
         (with_layer_ranks(NetworkType::Lora), OptimizerName::AdamW),
     ]) {

@@ -179,6 +179,9 @@ pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterTyp
 /// Converts the `network` section.
 pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
     let kwargs = &network.network_kwargs;
+    let of_rank = kwargs.rank_dropout.unwrap_or(0.0);
+    // As in LyCORIS.
+    let drops_outputs = matches!(network.kind, NetworkType::Lokr | NetworkType::Loha);
     let config = AdapterConfig {
         rank: network.linear as usize,
         alpha: effective_alpha(network.linear_alpha, network.linear),
@@ -188,7 +191,12 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
         dropout: Dropout {
             input: 0.0,
             element: network.dropout.unwrap_or(0.0),
-            rank: kwargs.rank_dropout.unwrap_or(0.0),
+            rank: if drops_outputs { 0.0 } else { of_rank },
+            output: if drops_outputs {
+                of_rank
+            } else {
+                kwargs.output_dropout.unwrap_or(0.0)
+            },
             module: kwargs.module_dropout.unwrap_or(0.0),
         },
         only_if_contains: kwargs
