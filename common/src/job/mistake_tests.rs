@@ -342,6 +342,16 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "called `rank_dropout`",
         ),
         (
+            "decomposition of a DoRA",
+            MINIMAL.replace(
+                "type: lora, linear: 8",
+                "type: dora, conv: 4, network_kwargs: {use_cp: true}",
+            ),
+            9,
+            "config.process[0].network.network_kwargs.use_cp",
+            "`type: dora` has no such decomposition",
+        ),
+        (
             "dropout of whole differences",
             MINIMAL.replace(
                 "type: lora, linear: 8",

@@ -52,6 +52,9 @@ section! {
         output_dropout: Option<f64> = None, Works;
         /// Chance that the whole change of a layer is dropped in a pass while training. Not for `fullrank`.
         module_dropout: Option<f64> = None, Works;
+        /// Larger convolutions have Tucker's decomposition: a third matrix, with the kernel, between the two others, as LyCORIS'
+        /// `use_tucker`. For `lora`, `locon`, `lokr` and `loha`.
+        use_cp: bool = false, Works;
         /// U-Nets: train the first and the last convolution themselves beside the network.
         full_train_in_out: bool = false, Works;
         /// Skip layers with fewer weights and biases.
@@ -237,10 +240,34 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     }
     cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     check_dropout(network, cx);
+    check_tucker(network, cx);
     check_layer_ranks(network, cx);
     check_ranks_of_file(network, cx);
     if network.kind == NetworkType::Lokr {
         finish_lokr(network, cx);
+    }
+}
+
+fn check_tucker(network: &NetworkConfig, cx: &mut ReadContext) {
+    if !network.network_kwargs.use_cp {
+        return;
+    }
+    let key = "network_kwargs.use_cp";
+    match network.kind {
+        NetworkType::Dora | NetworkType::Fullrank => {
+            let message = format!(
+                "a network of `type: {}` has no such decomposition: remove it",
+                network.kind
+            );
+            cx.error_at(key, message);
+        }
+        NetworkType::Lokr if network.lokr_full_rank => {
+            cx.warn_at(key, "has no effect with `lokr_full_rank: true`, which splits no matrix");
+        }
+        _ if network.conv.is_none() && network.layer_ranks.is_empty() && !network.ranks_of_pretrained_lora => {
+            cx.warn_at(key, "has no effect without `conv`, the rank of larger convolutions");
+        }
+        _ => {}
     }
 }
 

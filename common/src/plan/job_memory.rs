@@ -260,6 +260,7 @@ impl<'a> Job<'a> {
                 &strings(network.pointer("/network_kwargs/target_conv_modules")),
                 is_full || conv_rank.is_some(),
             ),
+            tucker: flag(network, "/network_kwargs/use_cp"),
             norms: flag(network, "/all_layers"),
             whole_in_out: flag(network, "/network_kwargs/full_train_in_out"),
             parameter_threshold: network

@@ -51,18 +51,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("x_attn_dim", "aitk has one rank for all layers"),
     ("x_mlp_dim", "aitk has one rank for all layers"),
     ("x_mod_dim", "aitk has one rank for all layers"),
-    (
-        "use_tucker",
-        "aitk trains convolutions of two matrices, without Tucker's third; without influence on a LoKr that splits no matrix",
-    ),
-    (
-        "use_cp",
-        "aitk trains convolutions of two matrices, without Tucker's third; without influence on a LoKr that splits no matrix",
-    ),
-    (
-        "use_conv_cp",
-        "aitk trains convolutions of two matrices, without Tucker's third; without influence on a LoKr that splits no matrix",
-    ),
     ("train_norm", "aitk does not train norms"),
     (
         "dora_wd",
@@ -122,6 +110,9 @@ const TRANSLATED: &[&str] = &[
     "block_alphas",
     "conv_block_dims",
     "conv_block_alphas",
+    "use_tucker",
+    "use_cp",
+    "use_conv_cp",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -180,6 +171,12 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         ("block_alphas", "the same, with block_dims or a weight of blocks"),
         ("conv_block_dims", "the same for larger convolutions"),
         ("conv_block_alphas", "the same, with conv_block_dims"),
+        (
+            "use_tucker",
+            "of LyCORIS: `network.network_kwargs.use_cp`; without influence on a LoKr that splits no matrix, and on networks of sd-scripts",
+        ),
+        ("use_cp", "the same"),
+        ("use_conv_cp", "the same"),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
     let refused = REFUSED_ARGUMENTS
@@ -281,6 +278,17 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     }
     if is_lycoris {
         lycoris(import, &arguments, rank, alpha, &mut network);
+        // LyCORIS joins the texts of its arguments with `or`: the first one that is there counts.
+        let decomposes = ["use_conv_cp", "use_cp", "use_tucker"]
+            .iter()
+            .find_map(|name| arguments.get(name).filter(|argument| !argument.text.is_empty()));
+        let has_convolutions = network.contains_key("conv");
+        if decomposes.is_some_and(|argument| !argument.is_off())
+            && has_convolutions
+            && !splits_nothing(import, &arguments)
+        {
+            kwargs.insert("use_cp".into(), json!(true));
+        }
     } else {
         if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {
             network.insert("dropout".into(), number(chance));
@@ -419,9 +427,6 @@ fn to_strings(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Arguments about matrices of a LoKr that are split.
-const SPLITS: [&str; 4] = ["decompose_both", "use_tucker", "use_cp", "use_conv_cp"];
-
 /// Whether a LoKr has whole matrices alone: LyCORIS splits none whose sides are smaller than twice the rank, and none with full_matrix.
 fn splits_nothing(import: &Import<'_>, arguments: &Arguments) -> bool {
     let is_lokr = arguments
@@ -441,7 +446,7 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
     for argument in &arguments.0 {
         let name = argument.name.as_str();
         if let Some((_, why)) = REFUSED_ARGUMENTS.iter().find(|(refused, _)| *refused == name) {
-            let has_no_influence = SPLITS.contains(&name) && splits_nothing(import, arguments);
+            let has_no_influence = name == "decompose_both" && splits_nothing(import, arguments);
             // A rank of 0 leaves out the layers.
             if name.ends_with("_dim") && argument.number() == Some(0.0) {
                 let message = format!(

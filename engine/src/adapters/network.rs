@@ -35,6 +35,8 @@ pub struct AdapterConfig {
     pub layer_ranks: Vec<LayerRank>,
     /// What training drops.
     pub dropout: Dropout,
+    /// Larger convolutions have Tucker's decomposition, with a third matrix (LyCORIS' `use_tucker`).
+    pub tucker: bool,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,
     /// Layers whose name contains one of these strings are not targets. Takes precedence over `only_if_contains`.
@@ -66,6 +68,7 @@ impl Default for AdapterConfig {
             conv_alpha: 1.0,
             layer_ranks: Vec::new(),
             dropout: Dropout::default(),
+            tucker: false,
             only_if_contains: Vec::new(),
             ignore_if_contains: Vec::new(),
             full_if_contains: Vec::new(),
@@ -355,6 +358,7 @@ impl<'a> NewTargets<'a> {
             rank,
             alpha,
             dropout: self.config.dropout,
+            tucker: self.config.tucker,
             handle: &self.handle,
         };
         Ok(Some(adapter.create(new, generator)?))
@@ -377,6 +381,7 @@ impl<'a> NewTargets<'a> {
             rank: 1,
             alpha: 1.0,
             dropout: self.config.dropout,
+            tucker: self.config.tucker,
             handle: &self.handle,
         })?)))
     }

@@ -2,6 +2,7 @@
 
 use super::names::RowRanges;
 use super::weight_adapter::select_rows;
+use crate::nn::matmul;
 use candle_core::{Device, Result, Tensor};
 
 /// A matrix of a LoKr or a LoHa in a file, float32 on the CPU.
@@ -90,6 +91,22 @@ impl StoredMatrix {
         };
         Err(format!("its {kind} matrices {dims:?} do not fit together"))
     }
+}
+
+/// The matrix [rows, columns kh kw] that Tucker's core [rows, rank, kh, kw] makes of a matrix [rank, columns]: the sum over the rank. Its
+/// columns are those of a convolution's weight.
+///
+/// # Errors
+/// When the shapes do not match.
+pub(super) fn with_core(core: &Tensor, matrix: &Tensor) -> Result<Tensor> {
+    let (rows, rank, height, width) = core.dims4()?;
+    let taps = height * width;
+    let spread = core.permute((0, 2, 3, 1))?.contiguous()?.reshape((rows * taps, rank))?;
+    let product = matmul(&spread, matrix)?.reshape((rows, taps, matrix.dim(1)?))?;
+    product
+        .transpose(1, 2)?
+        .contiguous()?
+        .reshape((rows, matrix.dim(1)? * taps))
 }
 
 /// Tensors with their alpha, of a layer whose `rows` are `None` if it is a layer of the model by itself.

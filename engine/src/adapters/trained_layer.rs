@@ -58,10 +58,20 @@ pub struct NewLayer<'a> {
     pub alpha: f64,
     /// What training drops.
     pub dropout: Dropout,
+    /// Whether convolutions have Tucker's decomposition.
+    pub tucker: bool,
     pub(super) handle: &'a Arc<AdapterHandle>,
 }
 
 impl NewLayer<'_> {
+    /// The kernel of Tucker's core, if the adapter has one. A convolution of 1 x 1 has none, as in LyCORIS.
+    pub(super) fn core_kernel(&self) -> Option<[usize; 2]> {
+        match self.dims {
+            [_, _, height, width] if self.tucker && height * width > 1 => Some([*height, *width]),
+            _ => None,
+        }
+    }
+
     /// A variable with these numbers on the device of the layer.
     pub(super) fn variable(&self, numbers: Vec<f32>, dims: &[usize]) -> Result<Var> {
         Var::from_tensor(&Tensor::from_vec(numbers, dims, self.device)?)

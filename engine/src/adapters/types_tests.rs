@@ -222,6 +222,7 @@ fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropo
         rank: 3,
         alpha: 3.0,
         dropout,
+        tucker: false,
         handle: &handle,
     };
     let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -290,6 +291,7 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
                     rank: 3,
                     alpha: 1.5,
                     dropout: Dropout::default(),
+                    tucker: false,
                     handle: &handle,
                 };
                 let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -446,6 +448,7 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
                 rank: 2,
                 alpha: 1.5,
                 dropout,
+                tucker: false,
                 handle: &handle,
             };
             let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -505,6 +508,97 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
             0.0,
             "{what}"
         );
+    }
+}
+
+/// Tucker's decomposition of convolutions: output and gradients of torch, by `tests/reference/make_tucker.py`.
+#[test]
+fn trained_decompositions_have_the_gradients_of_torch() {
+    let found = tensors("tucker");
+    let file = found
+        .iter()
+        .filter_map(|(key, tensor)| Some((key.strip_prefix("file/")?.to_owned(), tensor.clone())));
+    let files = layers(&file.collect());
+    let lokr = Lokr {
+        factor: Some(2),
+        old_names: false,
+    };
+    for (case, adapter) in [
+        ("lora_conv", &Lora as &dyn AdapterType),
+        ("loha_conv", &Loha),
+        ("lokr_conv", &lokr),
+    ] {
+        let layer = Layer::of(&found, case);
+        let x = candle_core::Var::from_tensor(&found[&format!("{case}/x")]).unwrap();
+        let (probe, y) = (&found[&format!("{case}/probe")], &found[&format!("{case}/y")]);
+        let create = |tucker: bool| {
+            let handle = AdapterHandle::new(1.0);
+            handle.set_training(Some("seed"));
+            let new = NewLayer {
+                name: "layer".to_owned(),
+                names: AdapterNames::Kohya,
+                weight: &layer.weight,
+                bias: Some(&layer.bias),
+                dims: layer.weight.dims(),
+                device: &Device::Cpu,
+                rank: 2,
+                alpha: 3.0,
+                dropout: Dropout::default(),
+                tucker,
+                handle: &handle,
+            };
+            adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
+        };
+        let trained = create(true);
+        let plain = layer.forward(x.as_tensor(), vec![]);
+        let at_start = layer.forward(x.as_tensor(), vec![trained.clone()]);
+        check(&at_start, &plain, 1e-6, &format!("{case} at the start"));
+        for (var, value) in trained.values(&*files[case]).unwrap().values {
+            var.set(&value).unwrap();
+        }
+        let run = || {
+            let found = layer.forward(x.as_tensor(), vec![trained.clone()]);
+            check(&found, y, 5e-6, case);
+            (found * probe).unwrap().sum_all()
+        };
+        let (_, gradients) = autograd::gradients(run).unwrap();
+        let params = trained.params().into_iter().chain([("x", &x)]);
+        for (name, var) in params {
+            let expected = &found[&format!("{case}/gradient/{name}")];
+            check(
+                gradients.get(var.as_tensor()).unwrap(),
+                expected,
+                1e-5,
+                &format!("{case}: {name}"),
+            );
+        }
+        // What is saved is read as it was, and not by a training without the third matrix.
+        let saved = trained.saved().unwrap().into_iter();
+        let saved: Tensors = saved
+            .map(|(suffix, tensor)| (format!("layer.{suffix}"), tensor))
+            .collect();
+        let read = &layers(&saved)["layer"];
+        let again = layer.adapter(&**read, &AdapterHandle::new(1.0));
+        check(
+            &layer.forward(x.as_tensor(), vec![again]),
+            y,
+            2e-6,
+            &format!("{case} read again"),
+        );
+        let message = create(false).values(&**read).unwrap_err();
+        assert!(message.contains("use_cp: true"), "{case}: {message}");
+        trained.limit_norm(0.5).unwrap();
+        let change = trained.change(&layer.weight).unwrap();
+        let norm: f32 = change
+            .sqr()
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .sqrt()
+            .unwrap()
+            .to_scalar()
+            .unwrap();
+        assert!((norm - 0.5).abs() < 1e-4, "{case}: {norm}");
     }
 }
 
@@ -700,4 +794,5 @@ in_portable_mode! {
     trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read,
     dropout_of_a_dora_keeps_its_norm,
     dropped_outputs_are_missing_from_the_change_and_its_gradients,
+    trained_decompositions_have_the_gradients_of_torch,
 }

@@ -43,6 +43,8 @@ pub(in crate::plan) struct AdapterOptions {
     /// Other ranks for some of the layers; the first entry whose text is in a name is used.
     pub(in crate::plan) layer_ranks: Vec<LayerRankOptions>,
     pub(in crate::plan) dropout: bool,
+    /// Whether larger convolutions have Tucker's decomposition.
+    pub(in crate::plan) tucker: bool,
     /// Whether inputs of the down projections are dropped.
     pub(in crate::plan) drops_inputs: bool,
     pub(in crate::plan) filter: NameFilter,
@@ -326,6 +328,11 @@ impl Builder {
                 match kron.rank {
                     None if kernel > 1.0 => self.trained(kron.b * width, Some(2.0 * kron.b * width / kernel)),
                     None => self.trained(kron.b * width, Some(kron.b + width)),
+                    Some(rank) if adapter.core => {
+                        self.trained(kron.b * rank, Some(kron.b + rank));
+                        self.trained(rank * kron.d, Some(rank + kron.d));
+                        self.core(rank, kernel);
+                    }
                     Some(rank) => {
                         self.trained(kron.b * rank, Some(kron.b + rank));
                         self.trained(rank * width, Some(rank + width));
@@ -336,7 +343,11 @@ impl Builder {
             AdapterForm::Hadamard => {
                 for _ in 0..2 {
                     self.trained(sizes.outputs * rank, Some(sizes.outputs + rank));
-                    self.trained(rank * fan_in, Some(rank + fan_in));
+                    let columns = if adapter.core { sizes.inputs } else { fan_in };
+                    self.trained(rank * columns, Some(rank + columns));
+                    if adapter.core {
+                        self.core(rank, kernel);
+                    }
                 }
                 return;
             }
@@ -353,12 +364,17 @@ impl Builder {
                 return;
             }
         }
-        let (down, up) = (rank * fan_in, rank * sizes.outputs);
+        if adapter.core {
+            self.core(rank, kernel);
+        }
+        let columns = if adapter.core { sizes.inputs } else { fan_in };
+        let (down, up) = (rank * columns, rank * sizes.outputs);
         let means = |elements: f64, other: f64| match kernel > 1.0 {
             true => 2.0 * elements / kernel,
             false => rank + other,
         };
-        self.trained(down, Some(means(down, fan_in)));
+        // That beside a core has a kernel of 1 x 1, as the up projection.
+        self.trained(down, Some(if adapter.core { 2.0 * down } else { means(down, fan_in) }));
         // The up projection of a convolution has a kernel of 1 x 1: its means have as many elements as itself, twice.
         self.trained(up, Some(if kernel > 1.0 { 2.0 * up } else { rank + sizes.outputs }));
         if adapter.form == (AdapterForm::LowRank { has_scalar: true }) {
@@ -375,6 +391,7 @@ impl Builder {
                 rank: 1.0,
                 dropout: false,
                 drops_inputs: false,
+                core: false,
                 form: AdapterForm::Difference,
             });
         }
@@ -394,6 +411,7 @@ impl Builder {
                 rank: 1.0,
                 dropout: false,
                 drops_inputs: false,
+                core: false,
                 form: AdapterForm::Difference,
             });
         }
@@ -420,12 +438,24 @@ impl Builder {
             AdapterKind::Loha => AdapterForm::Hadamard,
             AdapterKind::Difference => AdapterForm::Difference,
         };
+        let has_core = match form {
+            AdapterForm::LowRank { .. } | AdapterForm::Hadamard => true,
+            AdapterForm::Kron(kron) => kron.rank.is_some(),
+            AdapterForm::Magnitude | AdapterForm::Difference => false,
+        };
         Some(Adapter {
             rank,
             dropout: options.dropout,
             drops_inputs: options.drops_inputs,
+            core: options.tucker && sizes.kernel > 1.0 && has_core,
             form,
         })
+    }
+
+    /// Tucker's core [rank, rank, kernel, kernel].
+    fn core(&mut self, rank: f64, kernel: f64) {
+        let elements = rank * rank * kernel * kernel;
+        self.trained(elements, Some(2.0 * elements / kernel));
     }
 
     fn trained(&mut self, elements: f64, factored: Option<f64>) {

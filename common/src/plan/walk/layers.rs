@@ -18,6 +18,8 @@ pub(in crate::plan) struct Adapter {
     pub(in crate::plan) dropout: bool,
     /// Whether it drops inputs of the down projection.
     pub(in crate::plan) drops_inputs: bool,
+    /// Whether it has Tucker's core.
+    pub(in crate::plan) core: bool,
     pub(in crate::plan) form: AdapterForm,
 }
 
@@ -186,6 +188,9 @@ impl Walk {
     pub(super) fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
         let x = self.contiguous(x.clone());
         if let Some(adapter) = layer.adapter {
+            if adapter.core {
+                return self.layer_with_core(layer, adapter, &x, is_linear);
+            }
             match adapter.form {
                 AdapterForm::LowRank { .. } => {}
                 AdapterForm::Kron(kron) => return self.layer_with_kron(layer, kron, adapter.dropout, &x, is_linear),

@@ -31,6 +31,7 @@ mod tests;
 mod tokens;
 #[cfg(test)]
 mod transformer_tests;
+mod tucker;
 mod unet;
 mod vae;
 mod zimage;

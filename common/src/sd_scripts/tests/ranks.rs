@@ -269,6 +269,36 @@ fn each_kind_of_network_drops_what_its_software_drops() {
     }
 }
 
+/// `create_network` of `lycoris/kohya.py` has three names for it, and takes the first one that is given.
+#[test]
+fn convolutions_of_lycoris_have_a_third_matrix() {
+    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
+    let decomposes = |arguments: &str| {
+        let folder = folder();
+        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
+        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let job = job(&imported.yaml);
+        let network = job.process[0].trainer().unwrap().network.clone().unwrap();
+        network.network_kwargs.use_cp
+    };
+    for algo in ["locon", "loha", "lokr"] {
+        for name in ["use_tucker", "use_cp", "use_conv_cp"] {
+            assert!(
+                decomposes(&format!("\"algo={algo}\", \"{name}=True\"")),
+                "{algo}, {name}"
+            );
+        }
+        for off in [
+            "\"use_cp=False\"",
+            "\"use_cp=False\", \"use_tucker=True\"",
+            "\"use_tucker=True\", \"conv_dim=0\"",
+        ] {
+            assert!(!decomposes(&format!("\"algo={algo}\", {off}")), "{algo}, {off}");
+        }
+    }
+    assert!(!decomposes("\"algo=lokr\", \"use_cp=True\", \"full_matrix=True\""));
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");

@@ -78,7 +78,27 @@ impl LohaTensors {
     pub(super) fn factors(&self) -> std::result::Result<Vec<Tensor>, String> {
         match (&self.first, &self.second) {
             (StoredMatrix::LowRank(a, b), StoredMatrix::LowRank(c, d)) => Ok([a, b, c, d].map(Clone::clone).to_vec()),
-            _ => Err("the file has a LoHa with a third matrix (`hada_t1`) of it, which is not trained".to_owned()),
+            _ => Err(
+                "the file has a LoHa with a third matrix (`hada_t1`) of it, which this job does not train: set \
+                 `network.network_kwargs.use_cp: true`"
+                    .to_owned(),
+            ),
+        }
+    }
+
+    /// The same of a LoHa with cores.
+    ///
+    /// # Errors
+    /// As [`Self::factors`].
+    pub(super) fn factors_with_cores(&self) -> std::result::Result<Vec<Tensor>, String> {
+        match (&self.first, &self.second) {
+            (StoredMatrix::Tucker(t1, a, b), StoredMatrix::Tucker(t2, c, d)) => {
+                Ok([a, b, t1, c, d, t2].map(Clone::clone).to_vec())
+            }
+            _ => Err(
+                "the file has no third matrix (`hada_t1`) of it, which this job trains: set `network.network_kwargs.use_cp: false`"
+                    .to_owned(),
+            ),
         }
     }
 }
@@ -158,10 +178,12 @@ impl FileLayer for LohaTensors {
             first: Product {
                 left: w1_a,
                 right: w1_b,
+                core: None,
             },
             second: Product {
                 left: w2_a,
                 right: w2_b,
+                core: None,
             },
             alpha: self.scale() * rank as f64,
             rank,

@@ -2,17 +2,39 @@
 
 use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
+use super::super::stored_matrix::with_core;
 use super::super::weight_adapter::{WeightAdapter, add_product, product, tracked_if};
 use crate::nn::{BaseLayer, LayerAdapter, add_hadamard_of_products, hadamard_of_products};
 use crate::weights::Weight;
 use candle_core::{Result, Tensor, Var};
 use std::sync::Arc;
 
-/// A low-rank product [out, rank] [rank, in kh kw], float32.
+/// A low-rank product [out, rank] [rank, in kh kw], float32; or Tucker's decomposition of it.
 #[derive(Debug)]
 pub(super) struct Product {
+    /// [out, rank]; with a core [rank, out].
     pub(super) left: Var,
+    /// [rank, in kh kw]; with a core [rank, in].
     pub(super) right: Var,
+    /// [rank, rank, kh, kw].
+    pub(super) core: Option<Var>,
+}
+
+impl Product {
+    /// Both factors [out, rank] and [rank, in kh kw], tracked for gradients if `is_training`.
+    pub(super) fn factors(&self, is_training: bool) -> Result<[Tensor; 2]> {
+        let (left, right) = (
+            tracked_if(is_training, &self.left),
+            tracked_if(is_training, &self.right),
+        );
+        match &self.core {
+            None => Ok([left, right]),
+            Some(core) => Ok([
+                left.t()?.contiguous()?,
+                with_core(&tracked_if(is_training, core), &right)?,
+            ]),
+        }
+    }
 }
 
 /// The LoHa of one layer.
@@ -44,12 +66,13 @@ impl LohaLayer {
     /// The left and the right factors of both products, [2, out, rank] and [2, rank, in kh kw]. `dropout_seed`: that of training, in which
     /// they are tracked for gradients, and without the outputs that are dropped.
     fn factors(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
-        let tracked = |variable: &Var| tracked_if(dropout_seed.is_some(), variable);
-        let mut first = tracked(&self.first.left);
+        let is_training = dropout_seed.is_some();
+        let [mut first, first_right] = self.first.factors(is_training)?;
+        let [second, second_right] = self.second.factors(is_training)?;
         let kept = match dropout_seed {
             Some(seed) => self
                 .dropout
-                .kept_outputs(seed, &self.name, self.first.left.dim(0)?, first.device())?,
+                .kept_outputs(seed, &self.name, first.dim(0)?, first.device())?,
             None => None,
         };
         if let Some(kept) = kept {
@@ -57,8 +80,8 @@ impl LohaLayer {
             first = first.broadcast_mul(&kept.reshape(((), 1))?)?;
         }
         Ok([
-            Tensor::stack(&[first, tracked(&self.second.left)], 0)?,
-            Tensor::stack(&[tracked(&self.first.right), tracked(&self.second.right)], 0)?,
+            Tensor::stack(&[first, second], 0)?,
+            Tensor::stack(&[first_right, second_right], 0)?,
         ])
     }
 }

@@ -21,21 +21,31 @@ use std::sync::Arc;
 pub struct Loha;
 
 impl AdapterType for Loha {
-    /// As LyCORIS: `hada_w1_b` and `hada_w2_b` are normal, `hada_w1_a` is normal with a standard deviation of 0.1, `hada_w2_a` is zero.
+    /// As LyCORIS: `hada_w1_b` and `hada_w2_b` are normal, `hada_w1_a` and the cores `hada_t1` and `hada_t2` are normal with a standard
+    /// deviation of 0.1, `hada_w2_a` is zero.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
-        let (outputs, rank) = (new.dims[0], new.rank);
-        let columns: usize = new.dims[1..].iter().product();
-        let mut normal = |deviation: f32, rows: usize, columns: usize| {
-            let numbers = generator.randn(rows * columns);
-            new.variable(numbers.into_iter().map(|n| n * deviation).collect(), &[rows, columns])
+        let (outputs, rank, core_kernel) = (new.dims[0], new.rank, new.core_kernel());
+        let mut normal = |deviation: f32, dims: &[usize]| {
+            let numbers = generator.randn(dims.iter().product());
+            new.variable(numbers.into_iter().map(|n| n * deviation).collect(), dims)
+        };
+        let (left, columns) = match core_kernel {
+            Some(_) => ([rank, outputs], new.dims[1]),
+            None => ([outputs, rank], new.dims[1..].iter().product()),
+        };
+        let core = |normal: &mut dyn FnMut(f32, &[usize]) -> Result<Var>| match core_kernel {
+            Some([height, width]) => normal(0.1, &[rank, rank, height, width]).map(Some),
+            None => Ok(None),
         };
         let first = Product {
-            left: normal(0.1, outputs, rank)?,
-            right: normal(1.0, rank, columns)?,
+            left: normal(0.1, &left)?,
+            right: normal(1.0, &[rank, columns])?,
+            core: core(&mut normal)?,
         };
         let second = Product {
-            left: Var::from_tensor(&Tensor::zeros((outputs, rank), DType::F32, new.device)?)?,
-            right: normal(1.0, rank, columns)?,
+            left: Var::from_tensor(&Tensor::zeros(&left, DType::F32, new.device)?)?,
+            right: normal(1.0, &[rank, columns])?,
+            core: core(&mut normal)?,
         };
         Ok(Arc::new(LohaLayer {
             name: new.name,

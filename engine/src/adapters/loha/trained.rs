@@ -12,12 +12,9 @@ impl TrainedLayer for LohaLayer {
     }
 
     fn params(&self) -> Vec<(&'static str, &Var)> {
-        vec![
-            ("hada_w1_a", &self.first.left),
-            ("hada_w1_b", &self.first.right),
-            ("hada_w2_a", &self.second.left),
-            ("hada_w2_b", &self.second.right),
-        ]
+        let mut params = named(&self.first, ["hada_w1_a", "hada_w1_b", "hada_t1"]);
+        params.extend(named(&self.second, ["hada_w2_a", "hada_w2_b", "hada_t2"]));
+        params
     }
 
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
@@ -35,7 +32,7 @@ impl TrainedLayer for LohaLayer {
 
     fn limit_norm(&self, max: f64) -> Result<()> {
         let product = |product: &Product| {
-            let (left, right) = (product.left.as_detached_tensor(), product.right.as_detached_tensor());
+            let [left, right] = product.factors(false)?;
             left.flatten_from(1)?.matmul(&right.flatten_from(1)?)
         };
         let change = (product(&self.first)? * product(&self.second)?)?;
@@ -52,7 +49,10 @@ impl TrainedLayer for LohaLayer {
                 file.kind()
             ));
         };
-        let matrices = tensors.factors()?;
+        let matrices = match &self.first.core {
+            Some(_) => tensors.factors_with_cores()?,
+            None => tensors.factors()?,
+        };
         let ratio = tensors.scale() / self.scale();
         let mut values = Values::default();
         for ((suffix, var), matrix) in self.params().into_iter().zip(matrices) {
@@ -72,4 +72,12 @@ impl TrainedLayer for LohaLayer {
         }
         Ok(values)
     }
+}
+
+/// The variables of a product, with these names of its factors and of its core.
+fn named(product: &Product, [left, right, core]: [&'static str; 3]) -> Vec<(&'static str, &Var)> {
+    let factors = [(left, &product.left), (right, &product.right)].into_iter();
+    factors
+        .chain(product.core.iter().map(|matrix| (core, matrix)))
+        .collect()
 }

@@ -3,6 +3,7 @@
 use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::names::RowRanges;
+use super::super::stored_matrix::with_core;
 use super::super::weight_adapter::{WeightAdapter, channels_axis, select_rows, tracked_if};
 use crate::nn::{self, BaseLayer, LayerAdapter, kron, matmul, scale_channels};
 use crate::weights::Weight;
@@ -16,22 +17,29 @@ pub(super) enum Factor {
     Full(Var),
     /// The product of two matrices.
     LowRank(Var, Var),
+    /// Tucker's decomposition: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
+    Tucker(Var, Var, Var),
 }
 
 impl Factor {
-    /// Its variables: the name of a full matrix, or those of the two matrices of a product.
-    pub(super) fn named(&self, [full, left, right]: [&'static str; 3]) -> Vec<(&'static str, &Var)> {
+    /// Its variables: the name of a full matrix, or those of the two matrices of a product and of the core.
+    pub(super) fn named(&self, [full, left, right, core]: [&'static str; 4]) -> Vec<(&'static str, &Var)> {
         match self {
             Self::Full(matrix) => vec![(full, matrix)],
             Self::LowRank(a, b) => vec![(left, a), (right, b)],
+            Self::Tucker(t, a, b) => vec![(left, a), (right, b), (core, t)],
         }
     }
 
     /// The matrix, tracked for gradients if `is_training`.
-    fn tensor(&self, is_training: bool) -> Result<Tensor> {
+    pub(super) fn tensor(&self, is_training: bool) -> Result<Tensor> {
         match self {
             Self::Full(matrix) => Ok(tracked_if(is_training, matrix)),
             Self::LowRank(left, right) => matmul(&tracked_if(is_training, left), &tracked_if(is_training, right)),
+            Self::Tucker(core, left, right) => {
+                let [core, left, right] = [core, left, right].map(|matrix| tracked_if(is_training, matrix));
+                matmul(&left.t()?.contiguous()?, &with_core(&core, &right)?)
+            }
         }
     }
 }
@@ -43,7 +51,7 @@ pub(super) struct LokrLayer {
     pub(super) name: String,
     /// [a, c].
     pub(super) first: Factor,
-    /// [b, d, kh, kw], or a product of [b, rank] and [rank, d kh kw].
+    /// [b, d, kh, kw], or a product of [b, rank] and [rank, d kh kw], or Tucker's decomposition of [b, d, kh, kw].
     pub(super) second: Factor,
     /// The kernel of a convolution; empty for a linear layer.
     pub(super) kernel: Vec<usize>,

@@ -34,7 +34,8 @@ impl AdapterType for Lokr {
     }
 
     /// The first matrix is uniform in ±1/sqrt(c), the second is zero: itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in
-    /// ±1/sqrt(rank). These are torch's Kaiming-uniform numbers with a = sqrt(5).
+    /// ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform
+    /// numbers with a = sqrt(5).
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
         let [[a, b], [c, d]] = [new.dims[0], new.dims[1]].map(|side| lokr_factors(side, self.factor));
         let kernel = &new.dims[2..];
@@ -47,6 +48,19 @@ impl AdapterType for Lokr {
         let is_full = lokr_is_full(new.rank, [b, d]);
         let (second, scale) = match is_full {
             true => (Factor::Full(zeros(&[&[b, d], kernel].concat())?), 1.0),
+            false if new.core_kernel().is_some() => {
+                let left = uniform(new.rank, b)?;
+                let taps: usize = kernel.iter().product();
+                let core = uniform(new.rank, new.rank * taps)?;
+                let core = core
+                    .as_detached_tensor()
+                    .reshape([&[new.rank, new.rank], kernel].concat())?;
+                let right = zeros(&[new.rank, d])?;
+                (
+                    Factor::Tucker(Var::from_tensor(&core)?, left, right),
+                    new.alpha / new.rank as f64,
+                )
+            }
             false => {
                 let down = zeros(&[new.rank, d * kernel.iter().product::<usize>()])?;
                 (

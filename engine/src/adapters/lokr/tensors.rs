@@ -97,9 +97,31 @@ impl LokrTensors {
             }
             (_, false) => Ok(vec![first, self.second(kernel)?]),
             (StoredMatrix::LowRank(left, right), true) => Ok(vec![first, left.clone(), right.clone()]),
+            (StoredMatrix::Tucker(..), true) => Err(
+                "the file has a third matrix (`lokr_t2`) of it, which this job does not train: set `network.network_kwargs.use_cp: true`"
+                    .to_owned(),
+            ),
             (_, true) => Err(
                 "the file's second matrix is not a product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
                  `network.lokr_full_rank: true`"
+                    .to_owned(),
+            ),
+        }
+    }
+
+    /// The matrices that a training with Tucker's decomposition starts from, in the order of its parameters.
+    ///
+    /// # Errors
+    /// When the file does not have them.
+    pub(super) fn matrices_with_core(&self) -> std::result::Result<Vec<Tensor>, String> {
+        let first = self.first().map_err(|error| error.to_string())?;
+        match &self.second {
+            _ if self.rows.is_some() => {
+                Err("the file has one LoKr for several layers of this model, which cannot be trained".to_owned())
+            }
+            StoredMatrix::Tucker(core, left, right) => Ok(vec![first, left.clone(), right.clone(), core.clone()]),
+            _ => Err(
+                "the file has no third matrix (`lokr_t2`) of it, which this job trains: set `network.network_kwargs.use_cp: false`"
                     .to_owned(),
             ),
         }

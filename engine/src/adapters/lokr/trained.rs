@@ -12,8 +12,8 @@ impl TrainedLayer for LokrLayer {
     }
 
     fn params(&self) -> Vec<(&'static str, &Var)> {
-        let mut params = self.first.named(["lokr_w1", "lokr_w1_a", "lokr_w1_b"]);
-        params.extend(self.second.named(["lokr_w2", "lokr_w2_a", "lokr_w2_b"]));
+        let mut params = self.first.named(["lokr_w1", "lokr_w1_a", "lokr_w1_b", ""]);
+        params.extend(self.second.named(["lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"]));
         params
     }
 
@@ -29,7 +29,7 @@ impl TrainedLayer for LokrLayer {
     fn zeroed(&self) -> Option<Vec<&Var>> {
         Some(vec![match &self.second {
             Factor::Full(matrix) => matrix,
-            Factor::LowRank(_, right) => right,
+            Factor::LowRank(_, right) | Factor::Tucker(_, _, right) => right,
         }])
     }
 
@@ -41,6 +41,7 @@ impl TrainedLayer for LokrLayer {
                 &left.as_detached_tensor().flatten_from(1)?,
                 &right.as_detached_tensor().flatten_from(1)?,
             ),
+            Factor::Tucker(..) => factor.tensor(false)?.sqr()?.sum_all()?.sqrt(),
         };
         let of_both = (norm(&self.first)? * norm(&self.second)?)?;
         let matrices: Vec<&Var> = self.params().into_iter().map(|(_, var)| var).collect();
@@ -55,8 +56,10 @@ impl TrainedLayer for LokrLayer {
                 file.kind()
             ));
         };
-        let is_low_rank = matches!(self.second, Factor::LowRank(..));
-        let matrices = tensors.matrices(&self.kernel, is_low_rank)?;
+        let matrices = match &self.second {
+            Factor::Tucker(..) => tensors.matrices_with_core()?,
+            second => tensors.matrices(&self.kernel, matches!(second, Factor::LowRank(..)))?,
+        };
         let (ratio, params) = (tensors.scale() / self.scale, self.params());
         let last = params.len() - 1;
         let mut values = Values::default();

@@ -96,7 +96,9 @@ impl FileLayer for LoraTensors {
         let down = reshape_to(&self.down, &weight_shape(rank, dims[1], down_kernel))?;
         let up = reshape_to(&self.up, &weight_shape(dims[0], rank, &ones))?;
         let mid = match &self.mid {
-            Some(mid) => Some(reshape_to(mid, &weight_shape(rank, rank, &kernel))?.as_detached_tensor()),
+            // A linear layer has the core of a kernel of 1 x 1.
+            Some(mid) if kernel.is_empty() => Some(reshape_to(mid, &weight_shape(rank, rank, &[1, 1]))?),
+            Some(mid) => Some(reshape_to(mid, &weight_shape(rank, rank, &kernel))?),
             None => None,
         };
         Ok(Arc::new(LoraLayer {

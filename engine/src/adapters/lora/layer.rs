@@ -2,7 +2,7 @@
 
 use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
-use super::super::stored_matrix::StoredMatrix;
+use super::super::stored_matrix::with_core;
 use super::super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
 use crate::families::AdapterNames;
 use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank};
@@ -20,8 +20,8 @@ pub struct LoraLayer {
     pub down: Var,
     /// [out, rank] or [out, rank, 1, 1].
     pub up: Var,
-    /// LoCon's Tucker core [rank, rank, kh, kw]; only in files of other programs.
-    pub mid: Option<Tensor>,
+    /// LoCon's Tucker core [rank, rank, kh, kw].
+    pub mid: Option<Var>,
     /// The scale of the update is alpha / rank.
     pub alpha: f64,
     /// A number that is trained too and multiplies the update (LoCon).
@@ -45,11 +45,12 @@ impl LoraLayer {
         self.handle.strength() * self.alpha / self.rank() as f64
     }
 
-    /// `down` and `up`, which is multiplied by the scalar. `dropout_seed`: that of training, in which they are tracked for gradients, and
-    /// `up` is without the outputs that are dropped.
+    /// `down`, with the core of Tucker's decomposition if there is one, and `up`, which is multiplied by the scalar. `dropout_seed`: that of
+    /// training, in which they are tracked for gradients, and `up` is without the outputs that are dropped.
     fn weights(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
         let is_training = dropout_seed.is_some();
         let (down, up) = (tracked_if(is_training, &self.down), tracked_if(is_training, &self.up));
+        let down = self.joined(down, is_training)?;
         let outputs = self.up.dim(0)?;
         let kept = match dropout_seed {
             Some(seed) => self.dropout.kept_outputs(seed, &self.name, outputs, up.device())?,
@@ -68,6 +69,23 @@ impl LoraLayer {
             None => up,
         };
         Ok([down, up])
+    }
+
+    /// `down` [rank, in, kh, kw] of a LoRA without a core that changes the layer as this one.
+    pub(super) fn down_with_core(&self) -> Result<Tensor> {
+        self.joined(self.down.as_detached_tensor(), false)
+    }
+
+    /// `down` with the core of Tucker's decomposition, if there is one.
+    fn joined(&self, down: Tensor, is_training: bool) -> Result<Tensor> {
+        let Some(mid) = &self.mid else {
+            return Ok(down);
+        };
+        let mut dims = vec![self.rank(), self.down.dim(1)?];
+        if self.down.rank() > 2 {
+            dims.extend(&mid.dims()[2..]);
+        }
+        with_core(&tracked_if(is_training, mid), &down.flatten_from(1)?)?.reshape(dims)
     }
 
     /// A mask of this shape: 0 with this probability, else 1 / (1 - p). `purpose`: an addition to the seed, for another mask.
@@ -121,10 +139,7 @@ impl LayerAdapter for LoraLayer {
             LayerKind::Linear => LayerKind::Linear,
             LayerKind::Conv { .. } => LayerKind::Conv { stride: 1, padding: 0 },
         };
-        let mut h = match &self.mid {
-            None => product(layer.kind, &x, &down, None)?,
-            Some(mid) => product(layer.kind, &product(pointwise, &x, &down, None)?, mid, None)?,
-        };
+        let mut h = product(layer.kind, &x, &down, None)?;
         if let Some(seed) = dropout_seed {
             h = self.drop_from(h, layer.kind, &seed)?;
         }
@@ -135,7 +150,7 @@ impl LayerAdapter for LoraLayer {
 
     fn low_rank(&self) -> Option<LowRank> {
         let (scale, dropout_seed) = (self.strength(), self.handle.dropout_seed());
-        if scale == 0.0 || self.mid.is_some() || (dropout_seed.is_some() && !self.dropout.keeps_low_rank()) {
+        if scale == 0.0 || (dropout_seed.is_some() && !self.dropout.keeps_low_rank()) {
             return None;
         }
         let [down, up] = self.weights(dropout_seed.as_deref()).ok()?;
@@ -147,18 +162,15 @@ impl WeightAdapter for LoraLayer {
     fn factors(&self) -> Result<Option<LowRank>> {
         let [down, up] = self.weights(None)?;
         let scale = self.strength();
-        Ok(self.mid.is_none().then_some(LowRank { down, up, scale }))
+        Ok(Some(LowRank { down, up, scale }))
     }
 
     fn change(&self, weight: &Weight) -> Result<Tensor> {
         let [down, up] = self.weights(None)?;
         let (rank, outputs) = (self.rank(), up.dims()[0]);
         let up = up.reshape((outputs, rank))?;
-        let change = match &self.mid {
-            None => StoredMatrix::LowRank(up, down.flatten_from(1)?),
-            Some(mid) => StoredMatrix::Tucker(mid.clone(), up.t()?.contiguous()?, down.reshape((rank, ()))?),
-        };
-        (change.dense()? * self.strength())?.reshape(weight.dims())
+        let change = up.matmul(&down.flatten_from(1)?)?;
+        (change * self.strength())?.reshape(weight.dims())
     }
 }
 

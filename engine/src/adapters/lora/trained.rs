@@ -9,12 +9,16 @@ use crate::rng::TorchGenerator;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
 
+/// The suffix of Tucker's core in files.
+const MID: &str = "lora_mid.weight";
+
 /// LoRA.
 #[derive(Clone, Copy, Debug)]
 pub struct Lora;
 
 impl AdapterType for Lora {
-    /// `down` is Kaiming-uniform with a = sqrt(5), that is uniform in ±1/sqrt(fan_in), and `up` is zero.
+    /// `down` is Kaiming-uniform with a = sqrt(5), that is uniform in ±1/sqrt(fan_in), as the core of Tucker's decomposition, and `up` is
+    /// zero.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
         Ok(Arc::new(new_layer(new, generator, |_, _, new, dims| {
             Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?)
@@ -28,18 +32,27 @@ pub(crate) fn new_layer(
     generator: &mut TorchGenerator,
     make_up: impl FnOnce(&mut TorchGenerator, usize, &NewLayer<'_>, &[usize]) -> Result<Var>,
 ) -> Result<LoraLayer> {
-    let (dims, rank) = (new.dims, new.rank);
-    let fan_in: usize = dims[1..].iter().product();
-    let bound = (1.0 / fan_in.max(1) as f64).sqrt() as f32;
-    let down = generator.uniform(rank * fan_in, -bound, bound);
-    let down = new.variable(down, &[&[rank], &dims[1..]].concat())?;
+    let (dims, rank, core_kernel) = (new.dims, new.rank, new.core_kernel());
+    let mut uniform = |dims: &[usize]| {
+        let fan_in: usize = dims[1..].iter().product();
+        let bound = (1.0 / fan_in.max(1) as f64).sqrt() as f32;
+        new.variable(generator.uniform(rank * fan_in, -bound, bound), dims)
+    };
+    let down = match core_kernel {
+        Some(_) => uniform(&[rank, dims[1], 1, 1])?,
+        None => uniform(&[&[rank], &dims[1..]].concat())?,
+    };
+    let mid = match core_kernel {
+        Some([height, width]) => Some(uniform(&[rank, rank, height, width])?),
+        None => None,
+    };
     let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
     let up = make_up(generator, rank, &new, &up_dims)?;
     Ok(LoraLayer {
         name: new.name,
         down,
         up,
-        mid: None,
+        mid,
         alpha: new.alpha,
         scalar: None,
         dropout: new.dropout,
@@ -55,8 +68,10 @@ impl TrainedLayer for LoraLayer {
 
     fn params(&self) -> Vec<(&'static str, &Var)> {
         let [down, up] = self.names.matrices();
+        let mid = self.mid.iter().map(|mid| (MID, mid));
         let scalar = self.scalar.iter().map(|scalar| ("scalar", scalar));
-        [(down, &self.down), (up, &self.up)].into_iter().chain(scalar).collect()
+        let matrices = [(down, &self.down), (up, &self.up)].into_iter();
+        matrices.chain(mid).chain(scalar).collect()
     }
 
     /// `down` keeps its values, as in ai-toolkit (`reset_weights` of `toolkit/network_mixins.py`).
@@ -73,6 +88,9 @@ impl TrainedLayer for LoraLayer {
             None => up_weight,
         };
         let mut tensors = vec![(down, self.down.as_detached_tensor()), (up, up_weight)];
+        if let Some(mid) = &self.mid {
+            tensors.push((MID, mid.as_detached_tensor()));
+        }
         if self.names == AdapterNames::Kohya {
             tensors.push(("alpha", Tensor::new(self.alpha as f32, &candle_core::Device::Cpu)?));
         }
@@ -82,10 +100,11 @@ impl TrainedLayer for LoraLayer {
     /// As `apply_max_norm_regularization` in `networks/lora.py` of sd-scripts. The norm of `up * down` comes from two matrices of rank x
     /// rank, without the product.
     fn limit_norm(&self, max: f64) -> Result<()> {
-        let (down, up) = (self.down.as_detached_tensor(), self.up.as_detached_tensor());
+        let (down, up) = (self.down_with_core()?, self.up.as_detached_tensor());
         let (rows, columns) = (down.flatten_from(1)?, up.flatten_from(1)?);
         let norm = (norm_of_product(&columns, &rows)? * (self.alpha / self.rank() as f64).abs())?;
-        limit_norm_of(&[&self.down, &self.up], &norm, max)
+        let matrices: Vec<&Var> = [&self.down, &self.up].into_iter().chain(&self.mid).collect();
+        limit_norm_of(&matrices, &norm, max)
     }
 
     /// If the file has a lower rank, the additional rows of `down` keep their initial values and `up` is padded with zeros, so that
@@ -101,8 +120,28 @@ impl TrainedLayer for LoraLayer {
                 file.kind()
             ));
         };
-        if tensors.mid.is_some() {
-            return Err("the file has a LoCon with a third matrix (`lora_mid`) of it, which is not trained".to_owned());
+        let rank = self.rank();
+        match (&self.mid, &tensors.mid) {
+            (None, Some(_)) => {
+                return Err(
+                    "the file has a LoCon with a third matrix (`lora_mid`) of it, which this job does not train: set \
+                     `network.network_kwargs.use_cp: true`"
+                        .to_owned(),
+                );
+            }
+            (Some(_), None) => {
+                return Err(
+                    "the file has no third matrix (`lora_mid`) of it, which this job trains: set `network.network_kwargs.use_cp: false`"
+                        .to_owned(),
+                );
+            }
+            (Some(_), Some(_)) if tensors.rank() != rank => {
+                return Err(format!(
+                    "the file's rank is {}, that of this job {rank}: with `use_cp` they must be the same",
+                    tensors.rank()
+                ));
+            }
+            _ => {}
         }
         let failed = |error: candle_core::Error| error.to_string();
         let mut up = tensors.up.clone();
@@ -115,8 +154,11 @@ impl TrainedLayer for LoraLayer {
         if scale != 1.0 {
             up = (up * scale).map_err(failed)?;
         }
-        let rank = self.rank();
         let mut found = Values::default();
+        if let (Some(mid), Some(tensor)) = (&self.mid, &tensors.mid) {
+            let value = tensor.reshape(mid.shape()).and_then(|t| t.to_device(mid.device()));
+            found.values.push((mid, value.map_err(failed)?));
+        }
         for (var, tensor, axis) in [(&self.down, &tensors.down, 0), (&self.up, &up, 1)] {
             let t = pad_or_cut_rank(tensor, axis, rank).map_err(failed)?;
             found.resized |= t.dims() != tensor.dims();

@@ -64,6 +64,18 @@ fn dropping_outputs(kind: NetworkType) -> NetworkConfig {
     }
 }
 
+/// With Tucker's decomposition of convolutions.
+fn with_cores(kind: NetworkType) -> NetworkConfig {
+    NetworkConfig {
+        conv: Some(2),
+        network_kwargs: NetworkKwargs {
+            use_cp: true,
+            ..NetworkKwargs::default()
+        },
+        ..network(kind)
+    }
+}
+
 /// With ranks of their own for some layers.
 fn with_layer_ranks(kind: NetworkType) -> NetworkConfig {
     let entry = |contains: &str, linear, conv| LayerRank {
@@ -120,6 +132,10 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (dropping_outputs(NetworkType::Lokr), OptimizerName::AdamW),
         (dropping_outputs(NetworkType::Loha), OptimizerName::AdamW),
         (dropping_outputs(NetworkType::Locon), OptimizerName::AdamW),
+        (with_cores(NetworkType::Lora), OptimizerName::Adafactor),
+        (with_cores(NetworkType::Locon), OptimizerName::AdamW),
+        (with_cores(NetworkType::Loha), OptimizerName::AdamW8Bit),
+        (with_cores(NetworkType::Lokr), OptimizerName::AdamW),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
         (with_layer_ranks(NetworkType::Lora), OptimizerName::AdamW),
     ]) {
@@ -377,6 +393,15 @@ fn the_planner_counts_the_numbers_that_are_trained() {
                 network.network_kwargs.target_lin_modules = OneOrMany(vec![classes.to_owned()]);
                 networks.push(network);
             }
+            networks.extend(
+                [
+                    NetworkType::Lora,
+                    NetworkType::Locon,
+                    NetworkType::Loha,
+                    NetworkType::Lokr,
+                ]
+                .map(with_cores),
+            );
             networks.push(network(NetworkType::Locon));
             networks.push(NetworkConfig {
                 conv: None,

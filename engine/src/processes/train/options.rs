@@ -199,6 +199,7 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
             },
             module: kwargs.module_dropout.unwrap_or(0.0),
         },
+        tucker: kwargs.use_cp,
         only_if_contains: kwargs
             .only_if_contains
             .as_ref()
