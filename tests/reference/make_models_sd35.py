@@ -51,6 +51,21 @@ def transformer_case(model, seed, shape, text, times, skipped, with_weights):
     return tensors | {f"grad.{name}": grad.flatten()[::EVERY] for name, grad in zip(weights, grads[3:])}
 
 
+def masked_text(pipe, length):
+    """The same with the padding masked in the attention of all three encoders, as sd-scripts' `apply_lg_attn_mask` and `apply_t5_attn_mask`."""
+    tokens, pooled = [], []
+    for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
+        given = tokenizer(PROMPTS, padding="max_length", max_length=77, truncation=True, return_tensors="pt")
+        found = encoder(given.input_ids, attention_mask=given.attention_mask, output_hidden_states=True)
+        tokens.append(found.hidden_states[-2])
+        pooled.append(found.text_embeds)
+    given = pipe.tokenizer_3(PROMPTS, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    of_t5 = pipe.text_encoder_3(given.input_ids, attention_mask=given.attention_mask)[0]
+    tokens = torch.cat(tokens, -1)
+    tokens = torch.nn.functional.pad(tokens, (0, of_t5.shape[-1] - tokens.shape[-1]))
+    return {"text/masked/context": torch.cat([tokens, of_t5], 1), "text/masked/pooled": torch.cat(pooled, -1)}
+
+
 def text_fixture(pipe):
     """What the pipeline makes of prompts: with T5, at several lengths, and without it."""
     tensors = {}
@@ -60,6 +75,7 @@ def text_fixture(pipe):
     second = ["a green square", "two dogs"]
     context, _, pooled, _ = pipe.encode_prompt(PROMPTS, second, None, do_classifier_free_guidance=False, max_sequence_length=24)
     tensors |= {"text/second/context": context[:, :77], "text/second/pooled": pooled}
+    tensors |= masked_text(pipe, 24)
     pipe.text_encoder_3 = None
     context, _, pooled, _ = pipe.encode_prompt(PROMPTS, None, None, do_classifier_free_guidance=False)
     assert (context[:, 77:] == 0).all()

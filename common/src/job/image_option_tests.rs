@@ -175,6 +175,12 @@ fn the_padding_of_t5_is_that_of_models_with_t5() {
         let about: Vec<String> = about.cloned().collect();
         assert_one(&about, &["FLUX.1 and Stable Diffusion 3.5", arch]);
     }
+    let of_clip = |arch: &str| {
+        let lines = format!("        arch: {arch}\n        apply_lg_attn_mask: true");
+        let errors = findings(&with_line_after("name_or_path: base", &lines)).0;
+        errors.iter().any(|error| error.contains("apply_lg_attn_mask"))
+    };
+    assert!(!of_clip("sd3") && of_clip("flux") && of_clip("sdxl"));
 }
 
 #[test]

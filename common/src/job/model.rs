@@ -72,6 +72,9 @@ section! {
         /// FLUX.1 and Stable Diffusion 3.5 (ours): the padding of prompts is masked in the attention of T5, and with FLUX.1 in that of the
         /// transformer too, as by sd-scripts' option of this name.
         apply_t5_attn_mask: bool = false, Works;
+        /// Stable Diffusion 3.5 (ours): the padding of prompts is masked in the attention of both CLIPs, as by sd-scripts' option of this
+        /// name.
+        apply_lg_attn_mask: bool = false, Works;
         /// Options of one family.
         model_kwargs: FreeMap = FreeMap::new(), Accepted("the families of this release have none");
         /// No effect, as in ai-toolkit.
@@ -185,6 +188,13 @@ fn check_prompt_reading(model: &ModelConfig, cx: &mut ReadContext) {
             model.arch
         );
         cx.error_at("apply_t5_attn_mask", message);
+    }
+    if model.apply_lg_attn_mask && arch != ArchName::Sd3 {
+        let message = format!(
+            "is for Stable Diffusion 3.5, and this is `arch: {}`: remove it",
+            model.arch
+        );
+        cx.error_at("apply_lg_attn_mask", message);
     }
 }
 

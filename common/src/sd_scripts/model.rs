@@ -105,6 +105,9 @@ fn prompts(import: &mut Import<'_>, model: &mut Section) {
     if import.script.is_flow() && import.settings.flag("apply_t5_attn_mask") {
         model.insert("apply_t5_attn_mask".into(), json!(true));
     }
+    if family == ScriptFamily::Sd3 && import.settings.flag("apply_lg_attn_mask") {
+        model.insert("apply_lg_attn_mask".into(), json!(true));
+    }
 }
 
 fn is_file(path: &str) -> bool {

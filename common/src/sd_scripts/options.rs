@@ -62,7 +62,7 @@ const MODEL: &[OptionRow] = &[
     row("no_token_padding", Flag, "false", UsedBy::FULL_SD, NoInfluence("sd-scripts sets it and fills captions up to 77 tokens all the same")),
     row("t5xxl_max_token_length", Whole, "512 (dev), 256", FLOW, Translated("only the model's own: 512 of FLUX.1-dev, 256 of schnell and SD3")),
     row("apply_t5_attn_mask", Flag, "false", FLOW, Translated("`model.apply_t5_attn_mask`")),
-    row("apply_lg_attn_mask", Flag, "false", SD3, refused("aitk does not mask the padding of the CLIPs, as diffusers does not")),
+    row("apply_lg_attn_mask", Flag, "false", SD3, Translated("`model.apply_lg_attn_mask`")),
     row("t5xxl_dtype", Text, "", SD3, NoInfluence("aitk computes T5 in the model's dtype")),
     row("t5xxl_device", Text, "", SD3, NoInfluence(MEMORY)),
     row("save_clip", Flag, "false", SD3, Noted("a LoRA file has the trained layers only")),

@@ -47,6 +47,8 @@ pub struct PromptReading {
     pub masks_padding: bool,
     /// No token attends to the padding of T5: in T5, and in the transformer of FLUX.1. FLUX.1 and Stable Diffusion 3.5.
     pub masks_attention: bool,
+    /// No token attends to the padding of CLIP. Stable Diffusion 3.5.
+    pub masks_clip_attention: bool,
 }
 
 impl Default for PromptReading {
@@ -56,6 +58,7 @@ impl Default for PromptReading {
             chunks: 1,
             masks_padding: false,
             masks_attention: false,
+            masks_clip_attention: false,
         }
     }
 }
@@ -69,6 +72,7 @@ impl PromptReading {
             chunks: model.token_blocks() as usize,
             masks_padding: model.attn_masking,
             masks_attention: model.apply_t5_attn_mask,
+            masks_clip_attention: model.apply_lg_attn_mask,
         }
     }
 }

@@ -377,6 +377,35 @@ fn other_families_and_parts_are_named() {
     );
 }
 
+/// `apply_t5_attn_mask` and `apply_lg_attn_mask`: what transformers' encoders make of prompts with attention masks.
+#[test]
+fn masked_prompts_are_those_of_transformers() {
+    let tensors = candle_core::safetensors::load(fixtures().join("models/sd35.safetensors"), &Device::Cpu).unwrap();
+    let options = LoadOptions {
+        prompt_reading: PromptReading {
+            masks_attention: true,
+            masks_clip_attention: true,
+            ..PromptReading::default()
+        },
+        ..LoadOptions::cpu()
+    };
+    let mut model = Sd3Model::load(&SD3, fixtures().join("tiny_sd35"), &options).unwrap();
+    model.set_max_sequence_length(24);
+    let prompts = [
+        "a red cat",
+        "a photo of a red circle on a blue background, watching the sea",
+    ];
+    let found = model.encode_prompts(&prompts.map(families::Prompt::new)).unwrap();
+    for name in ["context", "pooled"] {
+        let expected = &tensors[&format!("text/masked/{name}")];
+        let difference = gap(found.get(name).unwrap(), expected);
+        assert!(difference < 1e-4, "{name}: {difference}");
+    }
+    let unmasked = &tensors["text/short/context"].narrow(1, 0, 77).unwrap();
+    let masked = tensors["text/masked/context"].narrow(1, 0, 77).unwrap();
+    assert!(gap(unmasked, &masked) > 1e-3);
+}
+
 /// `apply_t5_attn_mask`: T5's tokens of a prompt are the same with less padding, and CLIP's are as without it.
 #[test]
 fn the_padding_of_prompts_gets_no_attention_in_t5() {

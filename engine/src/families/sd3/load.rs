@@ -171,6 +171,7 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<Sd3TextEncoders> {
         },
         max_sequence_length: TEXT_TOKENS,
         masks_attention: options.prompt_reading.masks_attention,
+        masks_clip_attention: options.prompt_reading.masks_clip_attention,
         width: parts.transformer.1.joint_attention_dim,
         dtype: options.dtype,
         device: options.device.clone(),

@@ -39,6 +39,8 @@ pub(super) struct Sd3TextEncoders {
     pub(super) max_sequence_length: usize,
     /// No token attends to the padding in T5 (sd-scripts' `apply_t5_attn_mask`). The transformer attends to all of T5's tokens.
     pub(super) masks_attention: bool,
+    /// The same in both CLIPs (`apply_lg_attn_mask`).
+    pub(super) masks_clip_attention: bool,
     /// Features of a token: those of T5.
     pub(super) width: usize,
     pub(super) dtype: DType,
@@ -58,7 +60,7 @@ impl TextEncoders for Sd3TextEncoders {
         let (mut tokens, mut pooled) = (Vec::new(), Vec::new());
         for (encoder, texts) in self.clip.iter().zip([&first, &second]) {
             let ids = encoder.tokenizer.encode(texts)?.to_device(&self.device)?;
-            let (of_encoder, projected) = encoder.model.penultimate_and_pooled(&ids)?;
+            let (of_encoder, projected) = encoder.model.penultimate_and_pooled(&ids, self.masks_clip_attention)?;
             tokens.push(of_encoder);
             pooled.extend(projected);
         }

@@ -38,7 +38,7 @@ pub(super) fn encode(
                 contexts.push(join_chunks(&encoder.model.forward_skipping(&ids, clip_skip)?, chunks)?);
             }
             TextOutput::PenultimateAndPooled => {
-                let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids)?;
+                let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids, false)?;
                 contexts.push(join_chunks(&context, chunks)?);
                 pooled = of_encoder
                     .map(|pooled| of_first_chunk(&pooled, chunks))

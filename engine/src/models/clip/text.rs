@@ -3,7 +3,7 @@
 use super::learned::LearnedVectors;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
-use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
+use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers, padding_bias};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
@@ -217,17 +217,22 @@ impl ClipTextModel {
 
     /// ids [b, n] (u32) -> the hidden state before the last layer, without the final norm, [b, n, hidden]; and, if the
     /// model was loaded with a projection, the projected pooled text, [b, projection]. The pooled text is the last hidden state
-    /// after the final norm at the end token.
+    /// after the final norm at the end token. `masks_padding`: no token attends to what follows the end token. As attention is causal, only
+    /// the states of the padding are others.
     ///
     /// # Errors
     /// As [`Self::forward`].
-    pub fn penultimate_and_pooled(&self, ids: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn penultimate_and_pooled(&self, ids: &Tensor, masks_padding: bool) -> Result<(Tensor, Option<Tensor>)> {
         let last = self.layers.len().saturating_sub(1);
-        let penultimate = self.hidden_states(ids, last)?;
+        let bias = match masks_padding {
+            true => Some(self.padding_bias(ids)?),
+            false => None,
+        };
+        let penultimate = self.hidden_states(ids, last, bias.as_ref())?;
         if matches!(self.pooled_text, PooledText::Unused) {
             return Ok((penultimate, None));
         }
-        let hidden = self.run_layers(penultimate.clone(), last..self.layers.len())?;
+        let hidden = self.run_layers(penultimate.clone(), last..self.layers.len(), bias.as_ref())?;
         let state = self.at_end(ids, &self.final_layer_norm.forward(&hidden)?)?;
         let pooled = match &self.pooled_text {
             PooledText::Projected(projection) => projection.forward(&state)?,
@@ -279,7 +284,7 @@ impl ClipTextModel {
     /// # Errors
     /// When an id is not in the vocabulary, or there are more ids than positions.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let x = self.hidden_states(ids, self.layers.len())?;
+        let x = self.hidden_states(ids, self.layers.len(), None)?;
         Ok(self.final_layer_norm.forward(&x)?)
     }
 
@@ -288,34 +293,41 @@ impl ClipTextModel {
     /// # Errors
     /// As [`Self::forward`].
     pub fn forward_skipping(&self, ids: &Tensor, skip: usize) -> Result<Tensor> {
-        let x = self.hidden_states(ids, self.layers.len().saturating_sub(skip))?;
+        let x = self.hidden_states(ids, self.layers.len().saturating_sub(skip), None)?;
         Ok(self.final_layer_norm.forward(&x)?)
     }
 
-    fn hidden_states(&self, ids: &Tensor, layers: usize) -> Result<Tensor> {
+    /// The attention bias that masks what follows the end token of each prompt.
+    fn padding_bias(&self, ids: &Tensor) -> Result<Tensor> {
+        let lengths = ids.to_dtype(DType::U32)?.to_vec2::<u32>()?;
+        let lengths: Vec<usize> = lengths.iter().map(|ids| self.end_position(ids) + 1).collect();
+        Ok(padding_bias(&lengths, ids.dim(1)?, 0, ids.device())?)
+    }
+
+    fn hidden_states(&self, ids: &Tensor, layers: usize, bias: Option<&Tensor>) -> Result<Tensor> {
         let (_, length) = ids.dims2()?;
         let positions = self.position_embedding.narrow(0, 0, length)?;
         let x = self
             .learned
             .embed(&self.token_embedding, ids)?
             .broadcast_add(&positions)?;
-        self.run_layers(x, 0..layers)
+        self.run_layers(x, 0..layers, bias)
     }
 
-    fn run_layers(&self, x: Tensor, range: Range<usize>) -> Result<Tensor> {
+    fn run_layers(&self, x: Tensor, range: Range<usize>, bias: Option<&Tensor>) -> Result<Tensor> {
         let mut sequence = BlockSequence::new();
         let mut at = sequence.input(x);
         for (i, layer) in self.layers.iter().enumerate().take(range.end).skip(range.start) {
-            let layer = Arc::clone(layer);
+            let (layer, bias) = (Arc::clone(layer), bias.cloned());
             let name = format!("text_model.encoder.layers.{i}");
-            at = sequence.add(name, [at], move |[x]| layer.forward(x));
+            at = sequence.add(name, [at], move |[x]| layer.forward(x, bias.as_ref()));
         }
         Ok(sequence.run(self.checkpointing, at)?)
     }
 }
 
 impl Layer {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+    fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
         let h = self.layer_norm1.forward(x)?;
         let (q, k, v) = (
             self.q_proj.forward(&h)?,
@@ -324,6 +336,7 @@ impl Layer {
         );
         let attention = Attention {
             causal: true,
+            bias,
             ..Attention::new(self.heads)
         };
         let h = attention.forward(&q, &k, &v)?;

@@ -84,7 +84,7 @@ fn text_space(model: &ModelConfig) -> String {
     match reading == PromptReading::default() {
         true => name.to_string(),
         false => format!(
-            "{name}, {} layers skipped, {} blocks of tokens, {}{}",
+            "{name}, {} layers skipped, {} blocks of tokens, {}{}{}",
             reading.clip_skip,
             reading.chunks,
             if reading.masks_padding {
@@ -94,6 +94,11 @@ fn text_space(model: &ModelConfig) -> String {
             },
             if reading.masks_attention {
                 ", no attention to padding"
+            } else {
+                ""
+            },
+            if reading.masks_clip_attention {
+                ", none to that of CLIP"
             } else {
                 ""
             }
