@@ -168,7 +168,7 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
             None => report.devices.clone(),
             Some(_) => crate::embedded::find_devices(args.device.as_deref()).await?,
         };
-        let thorough = crate::thorough::check(&ui, &context.paths, &devices, args).await?;
+        let thorough = crate::thorough::check(&ui, &context.paths, &devices, &args).await?;
         problems.extend(thorough.problems().into_iter().map(|what| {
             Problem {
                 what,

@@ -340,7 +340,7 @@ impl Case {
         };
         let model = T5EncoderModel::new(&weights, &config).unwrap();
         let ids = ids(if self.shapes.transformer.guidance { 512 } else { 256 });
-        measure(|| model.forward(&ids).unwrap())
+        measure(|| model.forward(&ids, None).unwrap())
     }
 
     /// The bytes of a forward and a backward pass.

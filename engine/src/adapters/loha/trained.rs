@@ -75,7 +75,7 @@ impl TrainedLayer for LohaLayer {
 }
 
 /// The variables of a product, with these names of its factors and of its core.
-fn named(product: &Product, [left, right, core]: [&'static str; 3]) -> Vec<(&'static str, &Var)> {
+fn named<'a>(product: &'a Product, [left, right, core]: [&'static str; 3]) -> Vec<(&'static str, &'a Var)> {
     let factors = [(left, &product.left), (right, &product.right)].into_iter();
     factors
         .chain(product.core.iter().map(|matrix| (core, matrix)))
