@@ -11,6 +11,7 @@ use super::item_plan::plan_item;
 use super::sizes::SizeCache;
 use crate::error::{EngineError, Result};
 use crate::image_io;
+use aitk_common::fsutil::regular;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -332,6 +333,8 @@ fn image_size(path: &Path) -> Result<(u32, u32)> {
     }
 }
 
+/// Whether an image has too many pixels. One with too many bytes is not read for that.
 fn is_too_large(path: &Path) -> bool {
-    image::image_dimensions(path).is_ok_and(|(w, h)| u64::from(w) * u64::from(h) > image_io::MAX_PIXELS)
+    let can_be_read = regular::open(path).is_ok_and(|(_, bytes)| bytes <= image_io::MAX_FILE_BYTES);
+    can_be_read && image::image_dimensions(path).is_ok_and(|(w, h)| u64::from(w) * u64::from(h) > image_io::MAX_PIXELS)
 }

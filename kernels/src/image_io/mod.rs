@@ -17,6 +17,7 @@ use aitk_common::fsutil::regular;
 use candle_core::{Device, Tensor};
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, RgbImage};
+use std::fs::File;
 use std::io::Cursor;
 use std::path::Path;
 
@@ -79,14 +80,20 @@ fn alpha_of(image: &DynamicImage) -> Vec<u8> {
     }
 }
 
-fn open(path: &Path) -> Result<DynamicImage> {
-    let (_, size) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
-    if size > MAX_FILE_BYTES {
-        return Err(bad_file(
+/// Opens an image file that is not too large.
+fn open_file(path: &Path) -> Result<File> {
+    let (file, size) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
+    match size > MAX_FILE_BYTES {
+        true => Err(bad_file(
             path,
             format!("the file has {size} bytes, more than the {MAX_FILE_BYTES} that are allowed"),
-        ));
+        )),
+        false => Ok(file),
     }
+}
+
+fn open(path: &Path) -> Result<DynamicImage> {
+    let _file = open_file(path)?;
     let bytes = regular::read(path, MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
     decode(&bytes).map_err(|reason| bad_file(path, reason))
 }
@@ -96,7 +103,8 @@ fn open(path: &Path) -> Result<DynamicImage> {
 /// # Errors
 /// As [`open_rgb`], as far as the header shows it.
 pub fn dimensions(path: &Path) -> Result<(u32, u32)> {
-    let (file, _) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
+    // The decoder of JPEG reads the whole file.
+    let file = open_file(path)?;
     let reader = ImageReader::new(std::io::BufReader::new(file))
         .with_guessed_format()
         .map_err(|e| EngineError::io(path, e))?;

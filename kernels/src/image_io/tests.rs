@@ -123,6 +123,21 @@ fn png_header(width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
+fn a_file_that_is_too_large_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("large.jpg");
+    std::fs::write(&path, encode(&RgbImage::new(4, 4), Format::Jpeg, &[]).unwrap()).unwrap();
+    assert_eq!(dimensions(&path).unwrap(), (4, 4));
+    // The rest is a hole, which takes no space on the disk.
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(MAX_FILE_BYTES + 1).unwrap();
+    for error in [open_rgb(&path).map(drop), dimensions(&path).map(drop)] {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("large.jpg: the file has 1073741825 bytes"), "{error}");
+    }
+}
+
+#[test]
 fn bad_files_are_errors_that_name_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("bad.png");
