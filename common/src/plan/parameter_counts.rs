@@ -92,6 +92,10 @@ impl ParameterCounts {
     fn of_file(path: &Path) -> io::Result<[Count; 3]> {
         let mut parts: [BTreeMap<String, Tensor>; 3] = Default::default();
         for (name, tensor) in tensors(path)? {
+            // An average of the denoiser beside it (v1-5-pruned.safetensors), which is not loaded.
+            if name.starts_with("model_ema.") {
+                continue;
+            }
             // Prefixes of the original Stable Diffusion checkpoints. Other tensors belong to the denoiser.
             let part = if name.starts_with("first_stage_model.") || name.starts_with("vae.") {
                 2
@@ -303,6 +307,19 @@ mod tests {
             ..ParameterCounts::default()
         };
         assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
+    }
+
+    #[test]
+    fn the_average_of_a_denoiser_beside_it_is_not_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("one.safetensors");
+        let plain = r#""model.diffusion_model.w":{"shape":[2,2]},"first_stage_model.w":{"shape":[6]}"#;
+        let average = r#""model_ema.diffusion_modelw":{"shape":[2,2]},"model_ema.decay":{"shape":[]}"#;
+        write(&file, &format!("{{{plain}}}"));
+        let without = ParameterCounts::read(&file).unwrap();
+        write(&file, &format!("{{{plain},{average}}}"));
+        assert_eq!(ParameterCounts::read(&file), Some(without));
+        assert_eq!(without.denoiser, 4);
     }
 
     #[test]
