@@ -1,6 +1,7 @@
 //! Shared by the processes that generate images: the loaded model, the list of finished images, and image metadata.
 
 use super::context::Context;
+use super::denoiser_lora::load_denoiser_lora;
 use crate::adapters::{LoadedAdapter, load_lora};
 use crate::device;
 use crate::error::{EngineError, Result};
@@ -32,18 +33,20 @@ impl ImageGenerator {
             cx.log("info", note.clone());
         }
         let mut model = cx.load_model(config, &compute, Default::default(), None)?.model;
-        let mut load = |path: &Option<String>| -> Result<Option<LoadedAdapter>> {
-            let Some(path) = path else {
-                return Ok(None);
-            };
-            let path = cx.local_path(path)?;
-            let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
-            cx.log_loaded_lora(&path, &loaded);
-            Ok(Some(loaded))
+        let lora = match &config.lora_path {
+            None => None,
+            Some(path) => {
+                let path = cx.local_path(path)?;
+                let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
+                cx.log_loaded_lora(&path, &loaded);
+                Some(loaded)
+            }
         };
-        let lora = load(&config.lora_path)?;
         // It has its full strength in every image: `--m` sets that of `lora_path`.
-        load(&config.inference_lora_path)?;
+        if let Some(path) = &config.inference_lora_path {
+            let path = cx.local_path(path)?;
+            load_denoiser_lora(&mut *model, &path, 1.0, cx)?;
+        }
         Ok(Self {
             model,
             lora,

@@ -4,6 +4,7 @@
 //! file here and a line in [`run_process`].
 
 mod context;
+mod denoiser_lora;
 mod events;
 mod extension;
 mod extract;

@@ -70,22 +70,37 @@ fn a_job_without_training_logs_that_nothing_is_done_for_a_request() {
     assert_eq!(events.iter().filter(|event| is_warning(event)).count(), 1, "{events:?}");
 }
 
+/// As in ai-toolkit, it changes the U-Net alone.
 #[test]
-fn an_inference_lora_has_its_full_strength_in_every_image() {
+fn an_inference_lora_has_its_full_strength_in_every_image_and_changes_no_text_encoder() {
     let dir = tempfile::tempdir().unwrap();
     let lora = fixtures().join("pipelines/lora.safetensors");
+    let of_unet = dir.path().join("unet.safetensors");
+    let mut tensors = safetensors::load(&lora, &Device::Cpu).unwrap();
+    let count = tensors.len();
+    tensors.retain(|name, _| name.starts_with("unet."));
+    assert!(!tensors.is_empty() && tensors.len() < count);
+    safetensors::save(&tensors, &of_unet).unwrap();
     let generate = |name: &str, model: &str, flags: &str| {
         let out = dir.path().join(name);
         let prompts = format!("sampler: ddim, sample_steps: 2, width: 64, height: 64, prompts: ['a cat --d 3{flags}']");
         let (outcome, events) = run_spec(&spec(&generate_job(&out, model, &prompts)));
         assert_eq!(outcome, Outcome::Completed, "{name}");
-        image::open(&images(&events)[0].1).unwrap().to_rgb8()
+        let is_warning = |event: &ChildEvent| matches!(event, ChildEvent::Log { level, message } if level == "warn" && message.contains("layers of text encoders are not used"));
+        let warnings = events.iter().filter(|event| is_warning(event)).count();
+        (image::open(&images(&events)[0].1).unwrap().to_rgb8(), warnings)
     };
-    let key = |key: &str| format!(", {key}: {}", lora.display());
+    let key = |key: &str, path: &Path| format!(", {key}: {}", path.display());
     let plain = generate("plain", "", "");
-    let with_lora = generate("lora", &key("lora_path"), "");
-    assert_ne!(plain, with_lora);
-    assert_eq!(generate("inference", &key("inference_lora_path"), " --m 0"), with_lora);
+    let whole = generate("whole", &key("lora_path", &lora), "");
+    let unet = generate("unet", &key("lora_path", &of_unet), "");
+    assert!(plain != whole && plain != unet && whole != unet);
+    let inference = generate("inference", &key("inference_lora_path", &lora), " --m 0");
+    assert!(
+        inference.0 == unet.0,
+        "it changed a text encoder, or had another strength"
+    );
+    assert_eq!([plain.1, whole.1, unet.1, inference.1], [0, 0, 0, 1]);
 }
 
 #[test]

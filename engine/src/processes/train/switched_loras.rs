@@ -8,9 +8,10 @@
 //! loaded, and each of them once.
 
 use super::super::context::Context;
-use crate::adapters::{Multiplier, is_of_text, load_lora};
+use super::super::denoiser_lora::load_denoiser_lora;
+use crate::adapters::Multiplier;
 use crate::error::Result;
-use crate::families::{Model, PartRole};
+use crate::families::Model;
 use aitk_common::job::process::TrainerProcess;
 
 /// The strengths of those LoRAs.
@@ -24,30 +25,12 @@ impl SwitchedLoras {
     /// Loads the LoRAs that the config names, for training.
     ///
     /// # Errors
-    /// As [`load_lora`].
+    /// As [`load_denoiser_lora`].
     pub(super) fn load(process: &TrainerProcess, model: &mut dyn Model, cx: &mut Context<'_>) -> Result<Self> {
         let mut load = |path: &Option<String>, strength: f64| -> Result<Option<Multiplier>> {
             let Some(path) = path else { return Ok(None) };
             let path = cx.local_path(path)?;
-            let mut parts = model.parts();
-            parts.retain(|part| part.role == PartRole::Denoiser);
-            let mut loaded = load_lora(&mut parts, &path, strength)?;
-            drop(parts);
-            let unknown = loaded.unknown.len();
-            loaded.unknown.retain(|name| !is_of_text(name));
-            cx.log_loaded_lora(&path, &loaded);
-            let of_text = unknown - loaded.unknown.len();
-            if of_text > 0 {
-                cx.log(
-                    "warn",
-                    format!(
-                        "{}: its {of_text} layers of text encoders are not used, as in ai-toolkit: a LoRA that is switched on and off \
-                         changes the denoiser alone",
-                        path.display()
-                    ),
-                );
-            }
-            Ok(Some(loaded.multiplier))
+            Ok(Some(load_denoiser_lora(&mut *model, &path, strength, cx)?.multiplier))
         };
         Ok(Self {
             training: load(&process.model.assistant_lora_path, 1.0)?,
