@@ -56,6 +56,9 @@ fn export(process: &LmExportProcess, cx: &mut Context<'_>) -> Result<()> {
         cx.log_loaded_lora(path, loaded);
     }
     let (root, path) = result_path(process, cx);
+    if process.save.format == LmExportFormat::Hf {
+        check_is_replaceable(&path, &folder, lora.as_deref())?;
+    }
     fsutil::create_dir_all(fsutil::folder_of(&path))?;
     match process.save.format {
         LmExportFormat::Gguf => write_gguf(process, &model, &folder, &path, cx)?,
@@ -98,6 +101,28 @@ fn lora_path(process: &LmExportProcess, cx: &Context<'_>) -> Result<Option<PathB
         .as_ref()
         .map(|path| cx.local_path(path))
         .transpose()
+}
+
+/// Checks that a folder of this path may be replaced: it is that of a model, as an earlier export wrote it, and not one that this export reads.
+fn check_is_replaceable(path: &Path, model: &Path, lora: Option<&Path>) -> Result<()> {
+    let refused = |found: &str| {
+        Err(EngineError::bad_input(format!(
+            "{}: the result would replace {found}: move it away, or choose another `output_folder`",
+            path.display()
+        )))
+    };
+    let Ok(existing) = path.canonicalize() else {
+        return Ok(());
+    };
+    let is_existing = |other: &Path| other.canonicalize().is_ok_and(|other| other == existing);
+    if is_existing(model) || lora.is_some_and(is_existing) {
+        return refused("the model or the LoRA that is exported");
+    }
+    let is_empty = std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+    match is_empty || path.join("config.json").is_file() {
+        true => Ok(()),
+        false => refused("what is there, which is no earlier export"),
+    }
 }
 
 /// The folder in which the artifacts' names begin, and the path of the result. A second export of the same name goes into a folder of its

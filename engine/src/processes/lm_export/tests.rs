@@ -277,6 +277,31 @@ fn exports_of_every_family_and_type_are_read_back() {
 }
 
 #[test]
+fn a_folder_that_is_no_earlier_export_is_not_replaced() {
+    compute_on_this_thread();
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    write_base(&root.join("model"), "llama");
+    let save = json!({"format": "hf", "dtype": "f32"});
+    // The run folder of a training that has the name of the result.
+    let checkpoints = root.join("tiny-f32/.aitk/checkpoints");
+    std::fs::create_dir_all(&checkpoints).unwrap();
+    let error = failure(root, json!({}), save.clone());
+    assert!(error.contains("which is no earlier export"), "{error}");
+    assert!(checkpoints.is_dir());
+    std::fs::remove_dir_all(root.join("tiny-f32")).unwrap();
+    // An empty folder and an earlier export are replaced.
+    std::fs::create_dir(root.join("tiny-f32")).unwrap();
+    for _ in 0..2 {
+        export(root, json!({}), save.clone());
+    }
+    let exported = json!({"name_or_path": root.join("tiny-f32")});
+    let error = failure(root, exported, save);
+    assert!(error.contains("the model or the LoRA that is exported"), "{error}");
+    logits(&root.join("tiny-f32"));
+}
+
+#[test]
 fn a_lora_is_merged_into_both_formats_and_generates_the_same_texts() {
     compute_on_this_thread();
     let keep = std::env::var_os("AITK_KEEP_EXPORTS").map(PathBuf::from);
