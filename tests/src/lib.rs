@@ -12,6 +12,7 @@ pub mod follower;
 pub mod hub;
 pub mod hub_server;
 pub mod jobs;
+pub mod long_tests;
 pub mod namespaces;
 pub mod network;
 pub mod postgres;

@@ -1,10 +1,14 @@
 //! `aitk doctor --thorough`, on the CPU in the forms that GPUs use.
 
 use crate::support::Home;
+use aitk_tests::long_tests::skips_long_tests;
 use serde_json::Value;
 
 #[test]
 fn the_thorough_check_finds_every_dtype_of_the_portable_cpu_right() {
+    if skips_long_tests() {
+        return;
+    }
     let home = Home::new();
     let report = home.path().join("report.json");
     let output = home

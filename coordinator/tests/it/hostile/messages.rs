@@ -7,6 +7,7 @@ use aitk_common::hash::ContentHash;
 use aitk_proto::client::Clients;
 use aitk_proto::v1;
 use aitk_proto::v1::worker_message::Message;
+use aitk_tests::long_tests::skips_long_tests;
 use std::time::{Duration, SystemTime};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -300,11 +301,12 @@ async fn a_malicious_worker_affects_only_its_own_attempts() {
     let mut worker_id = String::new();
     let mut jobs = Vec::new();
     let mut memory = None;
-    for number in 0..SESSIONS {
+    let sessions = if skips_long_tests() { SESSIONS / 3 } else { SESSIONS };
+    for number in 0..sessions {
         if number % 5 == 0 {
             jobs.push(submit(&clients, &format!("job{number}")).await);
         }
-        if number == SESSIONS / 5 {
+        if number == sessions / 5 {
             server.assert_works().await;
             memory = server.resident_memory();
         }

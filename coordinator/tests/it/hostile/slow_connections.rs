@@ -3,6 +3,7 @@
 use super::TestServer;
 use crate::support::{eventually, within};
 use aitk_proto::v1;
+use aitk_tests::long_tests::skips_long_tests;
 use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -26,6 +27,9 @@ async fn wait_for_close(mut stream: TcpStream) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn unfinished_requests_do_not_block_other_clients() {
+    if skips_long_tests() {
+        return;
+    }
     let server = TestServer::start().await;
     server.assert_works().await;
     let files = server.open_files();
