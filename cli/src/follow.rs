@@ -10,6 +10,7 @@ use crate::output::{Format, Ui};
 use crate::reconnection::Reconnection;
 use crate::views::{device, event_json, job_exit, timestamp};
 use aitk_common::control_plane::{AttemptState, EventBody, JobEvent, JobState, JobView};
+use aitk_common::id::JobId;
 use aitk_common::step_metrics::step_line;
 use futures::{Stream, StreamExt};
 use std::collections::VecDeque;
@@ -22,6 +23,61 @@ const REASON_POLL_INTERVAL: Duration = Duration::from_secs(2);
 const REASON_MIN_INTERVAL: Duration = Duration::from_secs(60);
 
 type EventStream = Pin<Box<dyn Stream<Item = Result<JobEvent, Failure>> + Send>>;
+
+/// Reads the events that a job has so far. When the stream breaks off after some of them, it is continued once they are read: the
+/// coordinator ends the stream of a program that reads nothing for a minute, as one whose output a pager shows.
+pub struct PastEvents<'a> {
+    api: &'a Api,
+    job: &'a JobId,
+    /// The cursor of the last event, and that after which the stream was opened.
+    cursor: u64,
+    opened_at: u64,
+    stream: EventStream,
+}
+
+impl<'a> PastEvents<'a> {
+    /// Reads from the first event on.
+    ///
+    /// # Errors
+    /// When the coordinator refuses the call or is unreachable.
+    pub async fn open(api: &'a Api, job: &'a JobId) -> Result<Self, Failure> {
+        let stream: EventStream = Box::pin(api.events(job, 0, false).await?);
+        Ok(Self {
+            api,
+            job,
+            cursor: 0,
+            opened_at: 0,
+            stream,
+        })
+    }
+
+    /// Returns the next event; `None` after the last one.
+    ///
+    /// # Errors
+    /// When the coordinator is unreachable, or the stream breaks off before its first event.
+    pub async fn next(&mut self) -> Result<Option<JobEvent>, Failure> {
+        loop {
+            match self.stream.next().await.transpose() {
+                Ok(event) => {
+                    let cursor = event.as_ref().map_or(0, |event| event.cursor);
+                    self.cursor = self.cursor.max(cursor);
+                    return Ok(event);
+                }
+                Err(failure) if failure.exit == Exit::Unreachable && self.cursor > self.opened_at => {
+                    self.stream = Box::pin(self.api.events(self.job, self.cursor, false).await?);
+                    self.opened_at = self.cursor;
+                }
+                Err(failure) => return Err(failure),
+            }
+        }
+    }
+
+    /// Returns the cursor of the last event.
+    #[must_use]
+    pub fn cursor(&self) -> u64 {
+        self.cursor
+    }
+}
 
 /// Reads the events of one job until it ends, and reconnects when the connection breaks.
 pub struct JobFollower<'a> {

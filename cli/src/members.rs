@@ -3,7 +3,7 @@
 use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{JobFollower, LogFilter, LogTarget, print_detached};
+use crate::follow::{JobFollower, LogFilter, LogTarget, PastEvents, print_detached};
 use crate::log_formatter::LogFormatter;
 use crate::output::format::printable;
 use crate::output::progress::JobProgress;
@@ -263,16 +263,15 @@ pub async fn logs(api: &Api, array: &JobView, options: &LogOptions<'_>) -> Comma
         let log_formatter = formatters
             .entry(member.id.clone())
             .or_insert_with(|| options.log_formatter());
-        let cursor = cursors.entry(member.id.clone()).or_default();
-        let mut events_so_far = Box::pin(api.events(&member.id, 0, false).await?);
-        while let Some(event) = events_so_far.next().await.transpose()? {
-            *cursor = event.cursor.max(*cursor);
+        let mut past_events = PastEvents::open(api, &member.id).await?;
+        while let Some(event) = past_events.next().await? {
             if options.accepts(log_formatter, &event)
                 && let Some(event) = filter.take(event)
             {
                 options.show(member, log_formatter, &event)?;
             }
         }
+        cursors.insert(member.id.clone(), past_events.cursor());
         for event in filter.drain().collect::<Vec<_>>() {
             options.show(member, log_formatter, &event)?;
         }

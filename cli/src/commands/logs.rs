@@ -5,7 +5,7 @@ use crate::args::{LogsArgs, WatchArgs};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{JobFollower, LogFilter, LogTarget, Renderer, follow_to_end, print_detached};
+use crate::follow::{JobFollower, LogFilter, LogTarget, PastEvents, Renderer, follow_to_end, print_detached};
 use crate::log_formatter::LogFormatter;
 use crate::members::{self, LogOptions, is_array, watch_array};
 use crate::notify::Notify;
@@ -58,10 +58,8 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
         ui.data_lines(log_formatter.lines(event))
     };
 
-    let mut cursor = 0;
-    let mut past_events = Box::pin(api.events(&job.id, 0, false).await?);
-    while let Some(event) = past_events.next().await.transpose()? {
-        cursor = cursor.max(event.cursor);
+    let mut past_events = PastEvents::open(&api, &job.id).await?;
+    while let Some(event) = past_events.next().await? {
         if is_shown(&mut log_formatter, &event)
             && let Some(event) = filter.take(event)
         {
@@ -75,7 +73,7 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
         return Ok(Exit::Ok);
     }
 
-    let mut follower = JobFollower::new(&api, &ui, job.clone(), cursor);
+    let mut follower = JobFollower::new(&api, &ui, job.clone(), past_events.cursor());
     // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {

@@ -261,6 +261,34 @@ async fn a_broken_stream_continues_where_it_stopped() {
     assert!(err(&output).contains("reconnecting"), "{}", err(&output));
 }
 
+/// The coordinator ends the stream of a program that reads nothing for a minute: its output may be in a pager.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_log_so_far_continues_where_its_stream_broke_off() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    let broken = || Some(Status::unavailable("no event was read for 60 seconds"));
+    {
+        let mut state = fake.0.lock().unwrap();
+        state.scripts.push_back((vec![log(1, "one"), log(2, "two")], broken()));
+        state.scripts.push_back((vec![log(3, "three")], None));
+    }
+    let output = run_aitk(&fake, &["logs", "j1"]).await;
+    assert_eq!(
+        (code(&output), out(&output).as_str()),
+        (
+            0,
+            "2023-11-14T22:13:21Z  one\n2023-11-14T22:13:22Z  two\n2023-11-14T22:13:23Z  three\n"
+        ),
+        "{}",
+        err(&output)
+    );
+    assert_eq!(fake.0.lock().unwrap().event_calls, [(0, false), (2, false)]);
+    // A stream without events is not opened again and again.
+    fake.0.lock().unwrap().scripts.push_back((Vec::new(), broken()));
+    let output = run_aitk(&fake, &["logs", "j1"]).await;
+    assert!(err(&output).contains("no event was read"), "{}", err(&output));
+    assert_ne!(code(&output), 0);
+}
+
 /// As a proxy may do with every stream.
 #[tokio::test(flavor = "multi_thread")]
 async fn one_warning_says_that_streams_are_closed_before_the_job_ends() {
