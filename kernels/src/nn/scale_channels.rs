@@ -1,4 +1,4 @@
-//! Multiplies each channel of a layer's output: the magnitude of a DoRA.
+//! Multiplies each channel of a layer's output or input: the magnitude of a DoRA.
 
 use super::adapter::LayerKind;
 use super::cpu;
@@ -8,8 +8,8 @@ use crate::cuda_kernels;
 use candle_core::{Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-/// `x (1 + scale) + shift` over the channels of the output x of a layer of this kind: [.., c], or [b, c, h, w] of a convolution. `scale`
-/// [c] is float32 or of x's dtype; `shift` [c] has x's dtype and gets no gradient. x and `scale` get gradients.
+/// `x (1 + scale) + shift` over the channels of x, the output or the input of a layer of this kind: [.., c], or [b, c, h, w] of a
+/// convolution. `scale` [c] is float32 or of x's dtype; `shift` [c] has x's dtype and gets no gradient. x and `scale` get gradients.
 ///
 /// # Errors
 /// When the shapes do not match.
