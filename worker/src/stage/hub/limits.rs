@@ -19,13 +19,14 @@ pub(super) struct DiskSpace {
 }
 
 impl DiskSpace {
-    /// Returns the space of the disk on which a folder is; `None` if the system reports none. Writing fails then if there is too little.
+    /// Returns the space of the disk on which a folder is; `None` if the system reports none, or a size of 0, as some network file systems
+    /// do. Writing fails then if there is too little.
     #[allow(clippy::useless_conversion, reason = "macOS counts blocks in 32 bits")]
     pub(super) fn of_folder(folder: &Path) -> Option<Self> {
         let disk = nix::sys::statvfs::statvfs(folder).ok()?;
         let block = disk.fragment_size();
         let size = block.saturating_mul(disk.blocks().into());
-        Some(Self {
+        (size > 0).then(|| Self {
             free: block.saturating_mul(disk.blocks_available().into()),
             reserve: (size / 100 * RESERVE_PERCENT).min(MAX_RESERVE),
         })
@@ -95,5 +96,8 @@ mod tests {
         let space = DiskSpace::of_folder(folder.path()).unwrap();
         assert!(space.reserve <= MAX_RESERVE, "{space:?}");
         assert_eq!(DiskSpace::of_folder(Path::new("/nowhere/at/all")), None);
+        // A file system without a size.
+        #[cfg(target_os = "linux")]
+        assert_eq!(DiskSpace::of_folder(Path::new("/proc")), None);
     }
 }
