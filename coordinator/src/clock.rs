@@ -24,8 +24,8 @@ impl Clock {
         self.wall.after(self.start.elapsed())
     }
 
-    /// Wall-clock time for expiry dates of tokens and certificates, and for the start times of jobs. It advances while the machine is suspended;
-    /// setting the clock back extends no lifetime beyond [`Self::now`].
+    /// Wall-clock time for expiry dates of tokens and certificates, for the start times of jobs, and for times that are stored and
+    /// shown. It advances while the machine is suspended; setting the clock back extends no lifetime beyond [`Self::now`].
     pub(crate) fn wall_time(&self) -> UnixMillis {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.now().max(UnixMillis(0).after(wall))

@@ -255,7 +255,8 @@ impl SchedulerTask {
     fn pending_assignment(&self, placed: PlacedAttempt) -> PendingAssignment {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
-            self.metrics.record_first_assignment(job.created, self.clock.now());
+            self.metrics
+                .record_first_assignment(job.created, self.clock.wall_time());
         }
         PendingAssignment {
             owner: job.map(|job| job.requirements.owner.clone()),

@@ -40,6 +40,7 @@ impl State {
         let revisions = self.revisions_of(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let epoch = job.epoch().next();
+        let created = job.record_time(changes.wall_time);
         let attempt = job.attempt_id(epoch);
         if job.attempts.is_empty() {
             // Most jobs need only one attempt.
@@ -57,14 +58,15 @@ impl State {
             profile: chosen.profile,
             memory: chosen.bytes,
             state: AttemptState::Assigned,
-            created: changes.now,
+            created,
             ended: None,
             message: String::new(),
         });
-        job.started = job.started.or(Some(changes.now));
+        job.started = job.started.or(Some(created));
         let left = |limit: u64| Duration::from_millis(limit.saturating_sub(job.used_millis));
         let deadline = job.requirements.time_limit.map(|limit| changes.now.after(left(limit)));
         job.live = Some(LiveAttempt {
+            since: changes.now,
             lease_until: changes.now.after(self.settings.lease),
             seq: 0,
             deadline,

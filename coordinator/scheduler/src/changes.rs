@@ -9,6 +9,8 @@ use std::sync::Arc;
 /// One call of [`crate::State::handle`]: its time, its effects so far, and the jobs that it changed.
 pub(crate) struct Changes {
     pub(crate) now: UnixMillis,
+    /// The same time by the wall clock, for times that are stored and shown.
+    pub(crate) wall_time: UnixMillis,
     pub(crate) effects: Vec<Effect>,
     /// Jobs to store at the end of the call; a job may be listed several times.
     pub(crate) touched: Vec<JobId>,
@@ -29,7 +31,7 @@ impl Changes {
         job.cursor += 1;
         let event = Arc::new(JobEvent {
             cursor: job.cursor,
-            time: self.now,
+            time: job.record_time(self.wall_time),
             attempt,
             body,
         });

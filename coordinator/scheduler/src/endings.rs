@@ -239,9 +239,11 @@ impl State {
         message: String,
     ) -> Option<AttemptLocation> {
         let job = self.jobs.get_mut(id)?;
-        let attempt = job.attempts.last_mut().filter(|attempt| attempt.state.is_live())?;
+        job.live_attempt()?;
+        let ended = job.record_time(changes.wall_time);
+        let attempt = job.attempts.last_mut()?;
         attempt.state = state;
-        attempt.ended = Some(changes.now);
+        attempt.ended = Some(ended);
         attempt.message.clone_from(&message);
         let location = AttemptLocation {
             worker: attempt.worker.clone(),
@@ -249,9 +251,9 @@ impl State {
             profile: attempt.profile,
         };
         let (attempt_id, worker_name) = (attempt.id.clone(), attempt.worker_name.clone());
-        let ran = changes.now.since(attempt.created);
-        let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
         let live = job.live.take();
+        let ran = live.map(|live| changes.now.since(live.since)).unwrap_or_default();
+        let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
         // Only an attempt that reported progress has its inputs in the worker's cache, and a measured speed.
         let data = job.progress.map(|_| job.requirements.data.clone()).unwrap_or_default();
         let worked = live.and_then(|live| live.pace).zip(job.requirements.demand.as_ref());

@@ -312,7 +312,7 @@ impl State {
     /// The status of a job that does not wait.
     fn job_status<'a>(&self, now: UnixMillis, job: &'a Job) -> JobStatus<'a> {
         let running = job.live_attempt().map(|attempt| {
-            let since = now.since(attempt.created);
+            let since = self.wall_time(now).since(attempt.created);
             (since, attempt.worker_name.as_str(), device_name(attempt.device))
         });
         // The reason of a job that runs undisturbed names its device, which is said anyway.

@@ -92,7 +92,7 @@ impl State {
             idempotency_key: new.idempotency_key,
             seed: new.seed,
             order: self.next_order,
-            created: changes.now,
+            created: changes.wall_time,
             started: None,
             ended: None,
             state: JobState::Queued,
@@ -125,6 +125,7 @@ impl State {
             progress: None,
             phase: None,
             loss: None,
+            newest_time: changes.wall_time,
             queue_state: QueueState::NotQueued,
         };
         self.next_order += 1;

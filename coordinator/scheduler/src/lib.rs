@@ -64,6 +64,7 @@ impl State {
     pub fn handle(&mut self, now: UnixMillis, event: Event) -> Vec<Effect> {
         let mut changes = Changes {
             now,
+            wall_time: self.wall_time(now),
             // Most steps have fewer.
             effects: Vec::with_capacity(16),
             touched: Vec::with_capacity(8),

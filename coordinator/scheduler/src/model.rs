@@ -301,6 +301,9 @@ pub struct Job {
     /// Volatile: the last reported loss.
     #[serde(skip)]
     pub loss: Option<f64>,
+    /// Volatile: the newest time of the wall clock that was recorded for it.
+    #[serde(skip)]
+    pub(crate) newest_time: UnixMillis,
     /// Derived: the index of the queue that it is in.
     #[serde(skip)]
     pub(crate) queue_state: QueueState,
@@ -309,6 +312,8 @@ pub struct Job {
 /// Volatile facts of a live attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LiveAttempt {
+    /// When it began, by the clock of leases, which does not advance while the coordinator's machine is suspended.
+    pub since: UnixMillis,
     /// When the lease ends unless the worker renews it.
     pub lease_until: UnixMillis,
     /// The highest event number that its worker has reported.
@@ -339,6 +344,13 @@ impl Job {
     #[must_use]
     pub fn live_attempt(&self) -> Option<&AttemptView> {
         self.attempts.last().filter(|attempt| attempt.state.is_live())
+    }
+
+    /// Returns the time to record for something that happens to the job at this time of the wall clock: that time, or the newest one
+    /// that was recorded if the wall clock was set back.
+    pub(crate) fn record_time(&mut self, wall_time: UnixMillis) -> UnixMillis {
+        self.newest_time = self.newest_time.max(wall_time);
+        self.newest_time
     }
 
     /// Optimizer steps done, if the last progress report counts them: other phases count other things.

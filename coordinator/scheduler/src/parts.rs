@@ -51,7 +51,8 @@ impl State {
     fn running_part(&self, now: UnixMillis, job: &Job) -> Option<RunningPart> {
         let attempt = job.live_attempt()?;
         let slot = self.slots.find(&attempt.worker, attempt.device)?;
-        let pace = job.live?.pace.filter(|pace| pace.to > pace.from && pace.total > 0);
+        let live = job.live?;
+        let pace = live.pace.filter(|pace| pace.to > pace.from && pace.total > 0);
         let (left, speed) = match pace {
             Some(pace) => {
                 let step = pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64;
@@ -69,7 +70,7 @@ impl State {
                 let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
                 let device = &self.slots.get(slot)?.device;
                 let speed = self.speeds.seconds_per_unit(device, family, attempt.profile);
-                let left = passes_left(job) * speed - now.since(attempt.created).as_secs_f64();
+                let left = passes_left(job) * speed - now.since(live.since).as_secs_f64();
                 if left < 0.0 {
                     return None;
                 }

@@ -302,7 +302,7 @@ impl State {
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.state = state;
         job.reason.clone_from(&reason);
-        job.ended = state.is_ended().then_some(changes.now);
+        job.ended = state.is_ended().then(|| job.record_time(changes.wall_time));
         let paused = job.paused && !state.is_ended();
         let body = aitk_common::control_plane::EventBody::State { state, reason, paused };
         changes.log(job, None, body, None);

@@ -78,7 +78,7 @@ impl State {
             devices,
             labels: registration.labels,
             confinement: registration.confinement,
-            registered: changes.now,
+            registered: changes.wall_time,
             drained: earlier.is_some_and(|earlier| earlier.drained),
             health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),
             speeds: earlier.map(|earlier| earlier.speeds.clone()).unwrap_or_default(),
@@ -87,7 +87,7 @@ impl State {
             leaving: false,
             same_machine,
             outputs_on_request: registration.outputs_on_request,
-            last_seen: changes.now,
+            last_seen: changes.wall_time,
         };
         changes.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
         self.sessions.insert(session, id.clone());
@@ -144,7 +144,7 @@ impl State {
     pub(super) fn heartbeat(&mut self, changes: &mut Changes, session: SessionId, running: Vec<AttemptRef>) {
         let Some(id) = self.sessions.get(&session) else { return };
         if let Some(worker) = self.workers.get_mut(id) {
-            worker.last_seen = changes.now;
+            worker.last_seen = changes.wall_time;
         }
         let mut events = Vec::with_capacity(running.len());
         for held in running {

@@ -178,7 +178,7 @@ impl Admin for AdminApi {
         let collected = run_to_end(async move {
             let collected = shared.collector.collect(dry_run).await.map_err(collect_status)?;
             if !dry_run {
-                let mut line = who.audit_line(shared.clock.now(), "storage.gc", "");
+                let mut line = who.audit_line(shared.clock.wall_time(), "storage.gc", "");
                 line.detail = format!(
                     "{} blobs removed, {} jobs forgotten",
                     collected.removed, collected.jobs_forgotten

@@ -189,7 +189,7 @@ impl JobsApi {
         let Err(refusal) = self.0.scheduler.query(query).await? else {
             return Ok(());
         };
-        let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
+        let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", "");
         (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string()));
         self.0.access.record_audit(line);
         Err(refusal_status(&refusal))
@@ -272,7 +272,7 @@ impl JobsApi {
         {
             return Ok(earlier);
         }
-        let mut line = who.audit_line(self.0.clock.now(), "job.submit", array.id.as_str());
+        let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", array.id.as_str());
         line.detail = AuditLine::quote(&format!("{} ({} members)", array.name, array.members.len()));
         let job_configs: Vec<_> = array
             .members

@@ -98,7 +98,7 @@ impl BlobsApi {
     }
 
     fn audit_refused(&self, who: &Identity, action: &str, hash: ContentHash, why: &str) {
-        let mut line = who.audit_line(self.0.clock.now(), action, &hash.to_hex());
+        let mut line = who.audit_line(self.0.clock.wall_time(), action, &hash.to_hex());
         (line.done, line.detail) = (false, why.to_owned());
         self.0.access.record_audit(line);
     }

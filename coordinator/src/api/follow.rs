@@ -104,7 +104,7 @@ pub(super) async fn stream_events(
             progress_sent = true;
             let event = JobEvent {
                 cursor,
-                time: shared.clock.now(),
+                time: shared.clock.wall_time(),
                 attempt: None,
                 body: EventBody::Progress(progress),
             };

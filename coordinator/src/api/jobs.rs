@@ -41,7 +41,7 @@ impl JobsApi {
                 .query(move |state, _| state.job(&id_to_find).is_some())
                 .await?
             {
-                let mut line = who.audit_line(self.0.clock.now(), "job.read", id.as_str());
+                let mut line = who.audit_line(self.0.clock.wall_time(), "job.read", id.as_str());
                 (line.done, line.detail) = (false, "this user may not see it".into());
                 self.0.access.record_audit(line);
             }
@@ -71,7 +71,7 @@ impl JobsApi {
     ) -> Result<(JobId, Box<AuditLine>), Status> {
         let found = self.find_if(who, text.clone(), Identity::can_change).await;
         let object = found.as_ref().map_or(text.as_str(), JobId::as_str);
-        let mut line = who.audit_line(self.0.clock.now(), action, object);
+        let mut line = who.audit_line(self.0.clock.wall_time(), action, object);
         match found {
             Ok(id) => Ok((id, Box::new(line))),
             Err(status) => {
@@ -169,7 +169,7 @@ impl Jobs for JobsApi {
             config_bytes: (shared + own) as u64,
             ..new_job(&who, id.clone(), fresh_seed(), parsed, &submission, payload)
         };
-        let mut line = who.audit_line(self.0.clock.now(), "job.submit", id.as_str());
+        let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", id.as_str());
         line.detail = AuditLine::quote(&job.name);
         let job_configs = vec![(id, job.payload.clone())];
         let submitted = self.store_then_submit(job_configs, || {
@@ -370,7 +370,7 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let v1::DrainWorkerRequest { worker, drain, now } = request.into_inner();
         let action = if drain { "worker.drain" } else { "worker.undrain" };
-        let line = who.audit_line(self.0.clock.now(), action, &worker);
+        let line = who.audit_line(self.0.clock.wall_time(), action, &worker);
         let drained = self.submit_event(Box::new(line), |ticket| Event::DrainRequested {
             ticket,
             worker,
@@ -395,7 +395,7 @@ impl Jobs for JobsApi {
     async fn forget_worker(&self, request: Request<v1::ForgetWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
         let who = caller(&request)?;
         let worker = request.into_inner().worker;
-        let line = who.audit_line(self.0.clock.now(), "worker.forget", &worker);
+        let line = who.audit_line(self.0.clock.wall_time(), "worker.forget", &worker);
         let forget = |ticket| Event::ForgetWorkerRequested { ticket, worker };
         match self.submit_event(Box::new(line), forget).await? {
             Reply::Worker(view) => Ok(Response::new((*view).into())),

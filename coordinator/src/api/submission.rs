@@ -40,7 +40,7 @@ impl JobsApi {
         } else {
             return Ok(owner);
         };
-        let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
+        let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", "");
         (line.done, line.detail) = (false, refusal.message().to_owned());
         self.0.access.record_audit(line);
         Err(refusal)
@@ -49,7 +49,7 @@ impl JobsApi {
     /// Records an invalid job in the audit log: no regular client sends one.
     pub(super) fn audit_refused_job(&self, who: &Identity, refusal: Status) -> Status {
         if refusal.code() == Code::InvalidArgument {
-            let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
+            let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", "");
             (line.done, line.detail) = (false, AuditLine::quote(refusal.message()));
             self.0.access.record_audit(line);
         }
@@ -74,7 +74,7 @@ impl JobsApi {
                 }
                 // Blobs that others uploaded are reported as missing.
                 Err(UnusableReference::NotVisible(hash)) => {
-                    let mut line = who.audit_line(self.0.clock.now(), "job.submit", &hash.to_hex());
+                    let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", &hash.to_hex());
                     (line.done, line.detail) = (false, "an input that this user has not sent".into());
                     self.0.access.record_audit(line);
                     StorageError::NotFound { hash }

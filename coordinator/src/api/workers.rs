@@ -84,7 +84,7 @@ async fn check_not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) ->
     if !shared.scheduler.query(move |state, _| state.is_in_use(&wanted)).await? {
         return Ok(());
     }
-    let mut line = who.audit_line(shared.clock.now(), "worker.join", worker.as_str());
+    let mut line = who.audit_line(shared.clock.wall_time(), "worker.join", worker.as_str());
     (line.done, line.detail) = (false, "it is in use with an administrator's token".into());
     shared.access.record_audit(line);
     Err(Status::unavailable(format!(
@@ -214,7 +214,7 @@ impl Session<'_> {
 
     /// Writes to the audit log that the worker reported on an attempt of another worker.
     fn audit_foreign_report(&self, attempt: Option<AttemptId>) {
-        let mut line = self.who.audit_line(self.shared.clock.now(), "worker.report", "");
+        let mut line = self.who.audit_line(self.shared.clock.wall_time(), "worker.report", "");
         (line.done, line.detail) = (false, "on the attempt of another worker".into());
         if let Some(attempt) = attempt {
             line.object = attempt.to_string();
@@ -409,7 +409,7 @@ impl Session<'_> {
             Ok(Ok(Err(UnusableReference::NotVisible(hash)))) => {
                 let mut line = self
                     .who
-                    .audit_line(self.shared.clock.now(), "blob.name", &hash.to_hex());
+                    .audit_line(self.shared.clock.wall_time(), "blob.name", &hash.to_hex());
                 (line.done, line.detail) = (false, "this worker neither sent it nor needs it".into());
                 self.shared.access.record_audit(line);
                 absent(hash)

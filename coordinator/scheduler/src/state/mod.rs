@@ -149,6 +149,7 @@ impl State {
             attempt.created.after(left)
         });
         job.live = Some(LiveAttempt {
+            since: attempt.created,
             lease_until: now.after(self.settings.lease),
             seq,
             deadline,
@@ -243,7 +244,8 @@ impl State {
         self.wall_clock_ahead = ahead;
     }
 
-    /// The wall-clock time at `now`, for the times before which jobs do not start: users give them.
+    /// The wall-clock time at `now`, for the times before which jobs do not start, because users give them, and for times that are
+    /// stored and shown.
     pub(crate) fn wall_time(&self, now: UnixMillis) -> UnixMillis {
         now.after(self.wall_clock_ahead)
     }

@@ -235,6 +235,50 @@ fn start_times_are_those_of_the_wall_clock() {
     assert_eq!(world.running(), ["j1"]);
 }
 
+/// Before, the times of a job lagged by the time for which the coordinator's machine had been suspended.
+#[test]
+fn recorded_times_are_those_of_the_wall_clock_and_time_limits_are_not() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    let hour = Duration::from_secs(3600);
+    world.state.set_wall_clock_ahead(hour);
+    let submitted = world.now.after(hour);
+    let limited = Requirements {
+        time_limit: Some(10_000),
+        ..retries(3)
+    };
+    world.submit("j1", limited);
+    let view = world.view("j1");
+    assert_eq!((view.created, view.started), (submitted, Some(submitted)));
+    assert_eq!(view.attempts[0].created, submitted);
+    let event = world.last.iter().find_map(|effect| match effect {
+        Effect::Persist(Record::Event { event, .. }) => Some(event.time),
+        _ => None,
+    });
+    assert_eq!(event, Some(submitted));
+
+    // The machine is suspended for another hour: the attempt has not used its time limit.
+    world.state.set_wall_clock_ahead(hour * 2);
+    world.pass(4);
+    world.heartbeat(session, &[held("j1", 1)]);
+    assert_eq!(
+        world.state.worker_views(|_| true)[0].last_seen,
+        world.now.after(hour * 2)
+    );
+    assert_eq!(world.state("j1"), JobState::Running);
+    let failed_at = world.now.after(hour * 2);
+    world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
+    assert_eq!(world.view("j1").attempts[0].ended, Some(failed_at));
+    assert_eq!(world.state.job(&JobId::new("j1")).unwrap().used_millis, 4000);
+
+    // The wall clock is set back: the times of this job do not go back.
+    world.state.set_wall_clock_ahead(Duration::ZERO);
+    world.stop("j1", true).unwrap();
+    assert_eq!(world.view("j1").ended, Some(failed_at));
+    world.submit("j2", retries(0));
+    assert_eq!(world.view("j2").created, world.now);
+}
+
 #[test]
 fn a_job_saves_and_stops_at_its_time_limit() {
     let mut world = World::new();
