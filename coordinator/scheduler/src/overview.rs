@@ -94,10 +94,8 @@ impl State {
 
     /// How many members are in which state, and why the first failed one failed or the first waiting one waits.
     fn array_reason(&self, now: UnixMillis, array: &Array, counts: ArrayCounts) -> String {
-        let in_state = |state| self.array_jobs(array).filter(move |job| job.state == state);
-        // A member that waits for a device has a more useful reason than one that waits for the array's limit.
-        let waits = in_state(JobState::Queued).min_by_key(|job| (!array.ready.contains(&job.id), job.queue_key()));
-        let detail = match (in_state(JobState::Failed).next(), waits) {
+        let failed = self.array_jobs(array).find(|job| job.state == JobState::Failed);
+        let detail = match (failed, self.first_waiting(array)) {
             (Some(failed), _) => format!("{} failed: {}", failed.id, failed.reason),
             (None, Some(job)) => self.explain(now, job),
             (None, None) => return counts.summary(),
@@ -105,12 +103,19 @@ impl State {
         format!("{}; {detail}", counts.summary())
     }
 
+    /// The member that says why the array waits: one that waits for a device has a more useful reason than one that waits for the
+    /// array's limit.
+    fn first_waiting<'a>(&'a self, array: &'a Array) -> Option<&'a Job> {
+        let waiting = self.array_jobs(array).filter(|job| job.state == JobState::Queued);
+        waiting.min_by_key(|job| (!array.ready.contains(&job.id), job.queue_key()))
+    }
+
     /// Why an array is in its state, and every connected device as its first waiting member sees it.
     pub(super) fn explain_array(&self, now: UnixMillis, id: &JobId) -> Option<Forecast> {
         let array = self.arrays.get(id)?;
         let summary = self.array_view(now, id)?.reason;
-        let waits = self.array_jobs(array).find(|job| job.state == JobState::Queued);
-        let shown = waits.or_else(|| self.array_jobs(array).find(|job| !job.state.is_ended()));
+        let shown = self.first_waiting(array);
+        let shown = shown.or_else(|| self.array_jobs(array).find(|job| !job.state.is_ended()));
         let devices = match shown.or_else(|| self.array_jobs(array).next()) {
             Some(job) => self.explain_job(now, &job.id)?.devices,
             None => Vec::new(),

@@ -197,6 +197,32 @@ fn a_list_shows_an_array_as_one_row() {
     );
 }
 
+/// Before, the devices were those of the first waiting member by index, although the reason was that of another one.
+#[test]
+fn the_reason_and_the_devices_of_an_array_are_those_of_one_member() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    let on = |kind| Requirements {
+        device: Some(kind),
+        ..retries(3)
+    };
+    let members = vec![
+        new_job("ja-0", on(DeviceKind::Cpu)),
+        new_job("ja-1", on(DeviceKind::Cuda)),
+    ];
+    world.array("ja", members, Some(1), false).unwrap();
+    // The first member waits before its next try, so that the second one takes its place. Then the first waits for the limit.
+    world.finish(session, &held("ja-0", 1), failed(FailureCause::Storage));
+    world.heartbeat(session, &[]);
+    world.pass(2);
+    assert_eq!(world.states("ja"), "qq");
+    let array = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
+    let second = world.state.explain_job(world.now, &JobId::new("ja-1")).unwrap();
+    assert!(array.summary.ends_with(&second.summary), "{}", array.summary);
+    assert_eq!(array.devices, second.devices);
+    assert!(!array.devices[0].fits);
+}
+
 #[test]
 fn a_job_after_an_array_waits_for_all_members() {
     let mut world = World::new();
