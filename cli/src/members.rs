@@ -236,6 +236,27 @@ impl LogOptions<'_> {
         }
     }
 
+    /// Shows the events of a member until now, except those that `filter` still holds. Sets `cursor` to that of the last one.
+    async fn show_past(
+        &self,
+        api: &Api,
+        member: &JobView,
+        log_formatter: &mut LogFormatter,
+        cursor: &mut u64,
+        filter: &mut LogFilter,
+    ) -> Result<(), Failure> {
+        let mut past_events = PastEvents::open(api, &member.id).await?;
+        while let Some(event) = past_events.next().await? {
+            *cursor = past_events.cursor();
+            if self.accepts(log_formatter, &event)
+                && let Some(event) = filter.take(event)
+            {
+                self.show(member, log_formatter, &event)?;
+            }
+        }
+        Ok(())
+    }
+
     fn show(&self, member: &JobView, log_formatter: &mut LogFormatter, event: &JobEvent) -> Result<(), Failure> {
         if self.json {
             return self.ui.json_line(&event_json(member.id.as_str(), event));
@@ -263,15 +284,11 @@ pub async fn logs(api: &Api, array: &JobView, options: &LogOptions<'_>) -> Comma
         let log_formatter = formatters
             .entry(member.id.clone())
             .or_insert_with(|| options.log_formatter());
-        let mut past_events = PastEvents::open(api, &member.id).await?;
-        while let Some(event) = past_events.next().await? {
-            if options.accepts(log_formatter, &event)
-                && let Some(event) = filter.take(event)
-            {
-                options.show(member, log_formatter, &event)?;
-            }
+        let cursor = cursors.entry(member.id.clone()).or_default();
+        match options.show_past(api, member, log_formatter, cursor, &mut filter).await {
+            Err(failure) if is_removed(&failure) => {}
+            shown => shown?,
         }
-        cursors.insert(member.id.clone(), past_events.cursor());
         for event in filter.drain().collect::<Vec<_>>() {
             options.show(member, log_formatter, &event)?;
         }
@@ -309,7 +326,12 @@ pub async fn logs(api: &Api, array: &JobView, options: &LogOptions<'_>) -> Comma
     Ok(job_exit(&api.get(array.id.as_str()).await?))
 }
 
-/// Returns the events of one member until it ends.
+/// Whether a member was removed since the members were listed. That ends its log; those of the other members go on.
+fn is_removed(failure: &Failure) -> bool {
+    failure.exit == Exit::NotFound
+}
+
+/// Returns the events of one member until it ends or is removed.
 fn events<'a>(
     follow: JobFollower<'a>,
     member: &'a JobView,
@@ -319,6 +341,7 @@ fn events<'a>(
         match follow.next().await {
             Ok(Some(event)) => Some((Ok((member, event)), Some(follow))),
             Ok(None) => None,
+            Err(failure) if is_removed(&failure) => None,
             Err(failure) => Some((Err(failure), None)),
         }
     })

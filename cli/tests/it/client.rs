@@ -181,6 +181,28 @@ async fn the_last_states_of_the_members_of_an_array_are_shown() {
     assert!(out(&output).contains("[0] completed"), "{}", out(&output));
 }
 
+/// Before, the logs of the other members ended too. This coordinator lists the array itself as a member.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_logs_of_an_array_go_on_when_a_member_is_removed() {
+    let fake = fake(array(JobState::Running));
+    {
+        let mut state = fake.0.lock().unwrap();
+        state.jobs_after_list = Some(array(JobState::Completed));
+        let removed = || Some(Status::not_found("no job a1-0"));
+        let scripts = [
+            (vec![], removed()),
+            (vec![log(1, "first")], None),
+            (vec![], removed()),
+            (vec![log(2, "second")], None),
+        ];
+        state.scripts = scripts.into();
+    }
+    let output = run_aitk(&fake, &["logs", "-f", "a1"]).await;
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    let text = out(&output);
+    assert!(text.contains("first") && text.contains("second"), "{text}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn ctrl_c_works_while_the_members_of_an_array_are_fetched() {
     let fake = fake(array(JobState::Running));
