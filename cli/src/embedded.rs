@@ -202,11 +202,15 @@ impl EmbeddedCluster {
         })
     }
 
-    /// Waits until the worker has registered.
+    /// Waits until the worker has registered, or a signal stops the program. Returns the exit code of the signal.
     ///
     /// # Errors
-    /// When the coordinator refuses it, or it does not register within half a minute.
-    pub async fn wait_until_registered(&mut self) -> Result<(), Failure> {
+    /// When the coordinator refuses the worker, or it does not register within half a minute.
+    pub async fn wait_until_registered(&mut self, signals: &mut StopSignals) -> Result<Option<Exit>, Failure> {
+        unless_stopped(signals, self.registered()).await
+    }
+
+    async fn registered(&mut self) -> Result<(), Failure> {
         let Some(worker) = &mut self.worker else { return Ok(()) };
         let (mut status, last_status) = (worker.status(), worker.status());
         let refused = |why: &str| {
@@ -379,6 +383,17 @@ impl StopSignals {
     }
 }
 
+/// Waits for `work`, or for a signal, whose exit code is returned.
+async fn unless_stopped(
+    signals: &mut StopSignals,
+    work: impl Future<Output = Result<(), Failure>>,
+) -> Result<Option<Exit>, Failure> {
+    tokio::select! {
+        worked = work => worked.map(|()| None),
+        exit = signals.next() => Ok(Some(exit)),
+    }
+}
+
 /// Whether SIGHUP was set to be ignored when this program started, as `nohup` does.
 #[expect(unsafe_code, reason = "the standard library cannot read the action of a signal")]
 fn hangups_are_ignored() -> bool {
@@ -453,6 +468,24 @@ mod tests {
         raise(SIGUSR1).unwrap();
         assert_eq!(running.next().await, Exit::Interrupted);
         ending.wait_for_second().await;
+    }
+
+    /// Before, a signal was seen only after the worker had registered or failed to, which takes up to half a minute.
+    #[tokio::test]
+    async fn a_signal_ends_the_wait_for_the_worker() {
+        use nix::sys::signal::Signal::SIGWINCH;
+        // Signals that no other test raises, and that end nothing by themselves.
+        let mut signals = StopSignals {
+            terminate: signal(SignalKind::io()).unwrap(),
+            interrupt: signal(SignalKind::window_change()).unwrap(),
+            hangup: None,
+            has_received: false,
+        };
+        let registered = unless_stopped(&mut signals, std::future::ready(Ok(()))).await;
+        assert_eq!(registered.unwrap(), None);
+        raise(SIGWINCH).unwrap();
+        let stopped = unless_stopped(&mut signals, std::future::pending()).await;
+        assert_eq!(stopped.unwrap(), Some(Exit::Interrupted));
     }
 
     #[test]

@@ -169,9 +169,19 @@ pub async fn run_embedded(
         None,
     )
     .await?;
-    if let Err(failure) = local.wait_until_registered().await {
-        local.kill().await;
-        return Err(failure);
+    match local.wait_until_registered(&mut signals).await {
+        Ok(None) => {}
+        Ok(Some(exit)) => {
+            for (path, ..) in ready {
+                ui.warn(&format!("{} was not run", path.display()));
+            }
+            shut_down(ui, local, &mut signals).await;
+            return Ok(RunReport { results, exit });
+        }
+        Err(failure) => {
+            local.kill().await;
+            return Err(failure);
+        }
     }
 
     let several = configs.len() > 1;

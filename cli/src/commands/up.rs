@@ -10,6 +10,7 @@ use crate::embedded::{
 use crate::exit::Exit;
 use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
+use crate::output::Ui;
 use crate::output::format::printable;
 use crate::paths::display_path;
 use crate::settings::{Setting, UpState};
@@ -94,9 +95,16 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         }),
     )
     .await?;
-    if let Err(failure) = local.wait_until_registered().await {
-        local.shutdown().await;
-        return Err(failure);
+    match local.wait_until_registered(&mut signals).await {
+        Ok(None) => {}
+        Ok(Some(exit)) => {
+            let killed = shut_down(&ui, local, &mut signals).await;
+            return Ok(if killed { Exit::Killed } else { exit_of_signal(exit) });
+        }
+        Err(failure) => {
+            local.shutdown().await;
+            return Err(failure);
+        }
     }
 
     let server = local.api().server().to_owned();
@@ -134,24 +142,29 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         Ok(_) => "saving and stopping; Ctrl-C again stops immediately",
         Err(_) => "saving and stopping because of an error; Ctrl-C stops immediately",
     });
-    let killed = {
-        let shutdown = local.shutdown();
-        tokio::pin!(shutdown);
-        tokio::select! {
-            () = &mut shutdown => false,
-            () = signals.wait_for_second() => true,
-        }
-    };
-    if killed {
-        ui.warn("stopped without waiting; jobs resume from their last checkpoint at the next `aitk up`");
-    }
+    let killed = shut_down(&ui, local, &mut signals).await;
     let exit = ended?;
     if killed {
         return Ok(Exit::Killed);
     }
     ui.notice("stopped");
-    // Ctrl-C is the normal way to stop, so the exit code is 0.
-    Ok(if exit == Exit::Interrupted { Exit::Ok } else { exit })
+    Ok(exit_of_signal(exit))
+}
+
+/// Shuts coordinator and worker down, or stops waiting for them at the next Ctrl-C. Returns whether that came.
+async fn shut_down(ui: &Ui, local: EmbeddedCluster, signals: &mut StopSignals) -> bool {
+    tokio::select! {
+        () = local.shutdown() => false,
+        () = signals.wait_for_second() => {
+            ui.warn("stopped without waiting; jobs resume from their last checkpoint at the next `aitk up`");
+            true
+        }
+    }
+}
+
+/// The exit code after a signal: Ctrl-C is the normal way to stop.
+fn exit_of_signal(exit: Exit) -> Exit {
+    if exit == Exit::Interrupted { Exit::Ok } else { exit }
 }
 
 /// Returns the commands to try next. `usual` is the coordinator that commands use without `--server`.
