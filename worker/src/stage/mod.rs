@@ -173,11 +173,7 @@ async fn stage_models(
                     fetched = context.hub.fetch_for(owner, &token, &request, &log).await;
                 }
                 (Err(message), _) if !matches!(refusal, HubError::Unavailable { .. }) => {
-                    // Another worker may have the token.
-                    return Err(Outcome::Failed {
-                        cause: FailureCause::Machine,
-                        message: at_key(job, &input.key, format!("{refusal}; {message}")),
-                    });
+                    return Err(token_failure(job, &input.key, refusal, &message));
                 }
                 _ => {}
             }
@@ -212,9 +208,20 @@ async fn stage_models(
     Ok(())
 }
 
+/// The failure of a job that names a token which this worker cannot use. Another worker may have it. The device is not at fault: with
+/// [`FailureCause::Machine`] any user could have it quarantined.
+fn token_failure(job: &JobSpec, key: &str, refusal: &HubError, message: &str) -> Outcome {
+    Outcome::Failed {
+        cause: FailureCause::Job,
+        message: at_key(job, key, format!("{refusal}; {message}")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{at_key, at_path};
+    use super::hub::HubError;
+    use super::{at_key, at_path, token_failure};
+    use aitk_common::attempt::{FailureCause, Outcome};
     use aitk_common::job::{Format, LoadOptions, parse};
 
     #[test]
@@ -234,6 +241,20 @@ mod tests {
         assert_eq!(
             at_key(&job, "config.process[0].model.name_or_path", "not found".to_owned()),
             "my.yaml:8:9: config.process[0].model.name_or_path: not found"
+        );
+        // The device is not at fault.
+        let refusal = HubError::Denied {
+            repo: "o/n".to_owned(),
+            endpoint: "https://hub".to_owned(),
+        };
+        let failed = token_failure(&job, "config.process[0].model.name_or_path", &refusal, "no token hf");
+        let Outcome::Failed { cause, message } = failed else {
+            panic!("it failed");
+        };
+        assert_eq!(cause, FailureCause::Job);
+        assert!(
+            message.starts_with("my.yaml:8:9: ") && message.ends_with("no token hf"),
+            "{message}"
         );
     }
 }
