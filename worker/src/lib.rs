@@ -289,10 +289,13 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         spans,
     });
     let cleaned = Arc::clone(&context);
-    // Remove partial files of attempts that were killed with an earlier daemon.
-    tokio::task::spawn_blocking(move || cleaned.derived.clean_up())
-        .await
-        .map_err(std::io::Error::other)?;
+    // Remove partial files of attempts that were killed with an earlier daemon, and downloads that nobody resumed.
+    tokio::task::spawn_blocking(move || {
+        cleaned.derived.clean_up();
+        cleaned.hub.clean_up();
+    })
+    .await
+    .map_err(std::io::Error::other)?;
     let (status, status_receiver) = watch::channel(Status::Connecting(None));
     let shutdown_token = CancellationToken::new();
     let renewer = config.identity.map(|joined| {

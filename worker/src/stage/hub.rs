@@ -32,15 +32,22 @@ use reqwest::StatusCode;
 use serde::de::IgnoredAny;
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// The largest list of files that is read: some thousand entries.
 const MAX_LIST_BYTES: usize = 16 << 20;
 /// How often the download of a file is started or resumed before it fails.
 const MAX_TRIES: u32 = 6;
 
+/// The file that a program locks while it fetches into a folder.
+const LOCK_FILE: &str = "fetch.lock";
 /// How often a program looks whether another one has ended its download.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(200);
+
+/// The beginning of the names of folders with interrupted downloads.
+const PARTIAL_PREFIX: &str = "partial-";
+/// How long an interrupted download is kept, so that a later job resumes it.
+const PARTIAL_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// The folder for models that were fetched with the worker's token: other jobs may not use them.
 const PRIVATE_FOLDER: &str = "private";
@@ -203,7 +210,8 @@ impl Hub {
         }
         let target = folder.join(&version);
         // A fixed name, so that an interrupted download can be resumed after a restart.
-        let partial = folder.join(format!("partial-{version}"));
+        let partial = folder.join(format!("{PARTIAL_PREFIX}{version}"));
+        remove_stale_downloads(folder, Some(&partial));
         fsutil::create_dir_all(&partial)?;
         let layout = |problem| HubError::Layout {
             repo: repo.to_owned(),
@@ -244,6 +252,26 @@ impl Hub {
         std::fs::rename(&partial, &target).map_err(|error| FsError::new("publish", &target, error))?;
         fsutil::sync_dir(folder)?;
         Ok(target)
+    }
+
+    /// Removes interrupted downloads that nothing has continued for [`PARTIAL_AGE`]. They could keep the disk full. A folder in which
+    /// another program fetches is left to that program.
+    pub(crate) fn clean_up(&self) {
+        let users = std::fs::read_dir(self.folder.join(USERS_FOLDER));
+        let users = users.into_iter().flatten().flatten().map(|entry| entry.path());
+        for all in [self.folder.clone(), self.folder.join(PRIVATE_FOLDER)]
+            .into_iter()
+            .chain(users)
+        {
+            for folder in [folder_for(&all, RepositoryParts::Extras), all] {
+                let Ok(lock) = File::options().write(true).open(folder.join(LOCK_FILE)) else {
+                    continue;
+                };
+                if lock.try_lock().is_ok() {
+                    remove_stale_downloads(&folder, None);
+                }
+            }
+        }
     }
 
     /// Finds a cached model while the hub is unreachable: the commit of the job; if it names none, the version that
@@ -386,7 +414,7 @@ fn missing_bytes(source: &Source<'_>, file: &select::RemoteFile, folder: &Path, 
 
 /// Waits until no other program fetches into this folder: `aitk run` keeps models in one folder for all its runs.
 async fn lock_folder(folder: &Path, log: &(dyn Fn(String) + Sync)) -> Result<File, FsError> {
-    let path = folder.join("fetch.lock");
+    let path = folder.join(LOCK_FILE);
     let options = File::options().create(true).truncate(false).write(true).open(&path);
     let file = options.map_err(|error| FsError::new("open", &path, error))?;
     let mut is_waiting = false;
@@ -402,6 +430,42 @@ async fn lock_folder(folder: &Path, log: &(dyn Fn(String) + Sync)) -> Result<Fil
             Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error)),
         }
     }
+}
+
+/// Removes the interrupted downloads in `folder`, except `kept`, that nothing has continued for [`PARTIAL_AGE`]. The caller has locked the
+/// folder. Errors are logged.
+fn remove_stale_downloads(folder: &Path, kept: Option<&Path>) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_partial = entry.file_name().to_string_lossy().starts_with(PARTIAL_PREFIX);
+        if !is_partial || kept == Some(path.as_path()) {
+            continue;
+        }
+        // After the clock was set back, files may have a modification time in the future; they count as new.
+        let age = newest_change(&path).and_then(|changed| changed.elapsed().ok());
+        if age.is_some_and(|age| age >= PARTIAL_AGE) {
+            match fsutil::remove(&path) {
+                Ok(()) => {
+                    tracing::info!(folder = %path.display(), "an interrupted download that no job resumed was removed")
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "an interrupted download that no job resumed could not be removed")
+                }
+            }
+        }
+    }
+}
+
+/// When a file or a folder with its contents was changed last; `None` if that cannot be found out.
+fn newest_change(path: &Path) -> Option<SystemTime> {
+    let data = std::fs::symlink_metadata(path).ok()?;
+    let mut newest = data.modified().ok()?;
+    if data.is_dir() {
+        for entry in std::fs::read_dir(path).ok()? {
+            newest = newest.max(newest_change(&entry.ok()?.path())?);
+        }
+    }
+    Some(newest)
 }
 
 /// The version of a model that was fetched last.
@@ -422,7 +486,12 @@ pub(crate) fn commit_of(folder: &Path) -> Option<&str> {
 
 /// The name of a repository's folder in the cache.
 fn folder_name(repo: &str) -> String {
-    repo.replacen('/', "--", 1)
+    let name = repo.replacen('/', "--", 1);
+    match name.starts_with(PARTIAL_PREFIX) {
+        // An interrupted download has such a name, and is removed at some time.
+        true => format!("model-{name}"),
+        false => name,
+    }
 }
 
 /// The name of the folder of a repository at a commit.

@@ -244,6 +244,52 @@ async fn a_model_is_fetched_once_and_an_interrupted_download_is_resumed() {
     ));
 }
 
+/// Before, nothing removed the download of a model that no later job needed, and it could keep a disk full.
+#[tokio::test]
+async fn an_interrupted_download_that_nobody_resumes_is_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[("model_index.json", INDEX), ("unet/config.json", b"{}")]);
+    // `unet/config.json` is changed last, so that its age counts.
+    let interrupted = |below: &str, name: &str, age: Duration| {
+        let partial = folder.path().join(below).join(name);
+        let file = partial.join("unet/config.json.part");
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, "{").unwrap();
+        let old = SystemTime::now() - PARTIAL_AGE * 2;
+        for folder in [partial.clone(), partial.join("unet")] {
+            File::open(folder).unwrap().set_modified(old).unwrap();
+        }
+        let written = File::options().write(true).open(&file).unwrap();
+        written.set_modified(SystemTime::now() - age).unwrap();
+        partial
+    };
+    let day = Duration::from_secs(24 * 3600);
+    let hub = server.hub(folder.path());
+    let resumed = interrupted("", "partial-org--tiny@abc123", day * 30);
+    let (old, new) = (
+        interrupted("", "partial-org--old@1", day * 8),
+        interrupted("", "partial-org--new@1", day),
+    );
+    let model = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
+    assert!(model.is_dir() && !resumed.exists());
+    assert!(!old.exists() && new.is_dir());
+
+    // At the start of the worker, in every folder in which nothing is fetched.
+    let below = ["", EXTRAS_FOLDER, PRIVATE_FOLDER, "users/1234", "users/1234/extras"];
+    let all = below.map(|below| {
+        let partial = interrupted(below, "partial-org--old@1", day * 8);
+        std::fs::write(folder.path().join(below).join(LOCK_FILE), "").unwrap();
+        partial
+    });
+    let lock = File::open(folder.path().join(PRIVATE_FOLDER).join(LOCK_FILE)).unwrap();
+    lock.try_lock().unwrap();
+    hub.clean_up();
+    assert_eq!(all.map(|partial| partial.exists()), [false, false, true, false, false]);
+    assert!(new.is_dir() && model.is_dir());
+    assert_eq!(version_name("partial-org/x", "1"), "model-partial-org--x@1");
+}
+
 #[tokio::test]
 async fn files_that_differ_from_the_announcement_are_refused() {
     let folder = tempfile::tempdir().unwrap();
