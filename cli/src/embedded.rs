@@ -12,7 +12,7 @@ use aitk_common::confinement::Confinement;
 use aitk_common::fsutil;
 use aitk_worker::probe::{DeviceSelection, choose, devices};
 use nix::libc;
-use std::fs::File;
+use std::fs::{DirEntry, File, TryLockError};
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,6 +20,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// How long the worker may take to register with the coordinator.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// After this time a private folder that its program has not locked is removed. Locking takes a moment.
+const UNLOCKED_AGE: Duration = Duration::from_secs(3600);
 
 /// A folder with mode 0700 below the state folder, removed when this value is dropped.
 #[derive(Debug)]
@@ -37,23 +40,32 @@ impl PrivateFolder {
     pub fn new(parent: &Path) -> Result<Self, Failure> {
         fsutil::create_dir_all(parent).map_err(|error| disk_failure(&error))?;
         remove_stale_folders(parent);
+        Self::create(parent, File::try_lock)
+    }
+
+    fn create(parent: &Path, try_lock: impl Fn(&File) -> Result<(), TryLockError>) -> Result<Self, Failure> {
         let cannot = |error: std::io::Error| Failure::file("create a folder in", parent, &error);
         let mut last = String::new();
         for _ in 0..5 {
-            // Mode 0700.
-            let path = tempfile::Builder::new()
+            // Mode 0700. Until the folder is kept, it is removed at an error.
+            let folder = tempfile::Builder::new()
                 .prefix("run-")
                 .tempdir_in(parent)
-                .map_err(cannot)?
-                .keep();
-            let lock = File::create(path.join("lock")).map_err(cannot)?;
-            match lock.try_lock() {
-                Ok(()) => return Ok(Self { path, _lock: lock }),
-                // Another program that started at the same time is removing the folder as stale.
-                Err(error) => last = format!("cannot lock {}: {error}", path.display()),
+                .map_err(cannot)?;
+            let lock = File::create(folder.path().join("lock")).map_err(cannot)?;
+            match try_lock(&lock) {
+                Ok(()) => {
+                    return Ok(Self {
+                        path: folder.keep(),
+                        _lock: lock,
+                    });
+                }
+                // Another program that started at the same time is removing the folder as stale, or the file system has no locks.
+                Err(error) => last = format!("cannot lock a file in {}: {error}", parent.display()),
             }
         }
-        Err(Failure::failed(last))
+        Err(Failure::failed(last)
+            .hint("set XDG_STATE_HOME to a folder of a file system with locks, such as a local disk"))
     }
 
     /// Returns its path.
@@ -71,16 +83,33 @@ impl Drop for PrivateFolder {
     }
 }
 
+/// Whether a folder was changed last more than [`UNLOCKED_AGE`] ago. After the clock was set back, it may seem to be of the future.
+fn is_old(entry: &DirEntry) -> bool {
+    let changed = entry.metadata().and_then(|data| data.modified());
+    changed.is_ok_and(|changed| changed.elapsed().is_ok_and(|age| age >= UNLOCKED_AGE))
+}
+
+/// Whether a folder is empty except for its lock.
+fn has_only_a_lock(entry: &DirEntry) -> bool {
+    std::fs::read_dir(entry.path())
+        .is_ok_and(|mut inside| inside.all(|one| one.is_ok_and(|one| one.file_name() == "lock")))
+}
+
 /// Removes folders whose program has ended.
 fn remove_stale_folders(parent: &Path) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         if !entry.file_name().to_string_lossy().starts_with("run-") {
             continue;
         }
-        let Ok(lock) = File::open(entry.path().join("lock")) else {
-            continue;
+        // Held while the folder is removed, so that a program which has just created it does not use it.
+        let lock = File::open(entry.path().join("lock"));
+        let is_stale = match lock.as_ref().map(File::try_lock) {
+            Ok(Ok(())) => true,
+            Ok(Err(TryLockError::WouldBlock)) => false,
+            // A program failed to lock it, or was killed before. Any other folder may be in use.
+            Ok(Err(TryLockError::Error(_))) | Err(_) => is_old(&entry) && has_only_a_lock(&entry),
         };
-        if lock.try_lock().is_ok() {
+        if is_stale {
             tracing::info!(folder = %entry.path().display(), "removing the folder of a killed program");
             let _ = fsutil::remove(&entry.path());
         }
@@ -442,6 +471,32 @@ mod tests {
         drop(other);
         drop(mine);
         assert_eq!(std::fs::read_dir(state.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_without_a_lock_is_removed() {
+        let state = tempfile::tempdir().unwrap();
+        let without_locks = |_: &File| Err(TryLockError::Error(std::io::ErrorKind::Unsupported.into()));
+        let failure = PrivateFolder::create(state.path(), without_locks).unwrap_err();
+        assert!(
+            failure.render(false).contains("XDG_STATE_HOME"),
+            "{}",
+            failure.render(false)
+        );
+        assert_eq!(std::fs::read_dir(state.path()).unwrap().count(), 0);
+
+        // A program was killed before it created the lock.
+        let [old, new, used] = ["run-old", "run-new", "run-used"].map(|name| state.path().join(name));
+        for folder in [&old, &new, &used] {
+            std::fs::create_dir(folder).unwrap();
+        }
+        std::fs::write(used.join("coordinator"), "").unwrap();
+        let changed = std::time::SystemTime::now() - UNLOCKED_AGE;
+        for folder in [&old, &used] {
+            File::open(folder).unwrap().set_modified(changed).unwrap();
+        }
+        let mine = PrivateFolder::new(state.path()).unwrap();
+        assert!(mine.path().is_dir() && !old.exists() && new.is_dir() && used.is_dir());
     }
 
     #[tokio::test]
