@@ -18,6 +18,8 @@ use futures::StreamExt;
 use std::path::Path;
 use std::pin::pin;
 
+/// The warning after Ctrl-C while a notification is sent.
+pub(super) const NOTIFICATION_STOPPED: &str = "stopped; the notification may not have been sent";
 /// Number of past log lines that `watch` shows.
 const PAST_LINES: usize = 10;
 
@@ -155,9 +157,16 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
 /// Sends the notifications after a job was followed to its end. An error does not change the exit code.
 pub(super) async fn notify_ended(api: &Api, ui: &Ui, notify: &Notify, job: &JobView, exit: Exit) -> CommandResult {
     if notify.is_set() && exit != Exit::Interrupted {
-        match api.get(job.id.as_str()).await {
-            Ok(job) => notify.job_ended(ui, &job).await,
-            Err(failure) => ui.warn(&printable(&format!("the notification was not sent: {failure}"))),
+        let notification = async {
+            match api.get(job.id.as_str()).await {
+                Ok(job) => notify.job_ended(ui, &job).await,
+                Err(failure) => ui.warn(&printable(&format!("the notification was not sent: {failure}"))),
+            }
+        };
+        // A signal does not end the program any more, because it was listened for while the job was followed.
+        tokio::select! {
+            () = notification => {}
+            _ = tokio::signal::ctrl_c() => ui.warn(NOTIFICATION_STOPPED),
         }
     }
     Ok(exit)

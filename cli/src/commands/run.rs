@@ -1,5 +1,6 @@
 //! `run`: runs configs on this machine, as `python run.py` of ai-toolkit does, with an embedded coordinator and worker.
 
+use super::logs::NOTIFICATION_STOPPED;
 use crate::args::{PUSH_MESSAGE, RunArgs};
 use crate::config::{self, ReadOptions};
 use crate::context::Context;
@@ -217,11 +218,17 @@ pub async fn run_embedded(
                 }
             }
         };
-        let result = push_results(ui, result, pushes, directory, &mut signals).await;
+        let mut result = push_results(ui, result, pushes, directory, &mut signals).await;
         let exit = result.exit;
         // No notification after Ctrl-C.
         if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
-            options.notify.job_ended(ui, job).await;
+            tokio::select! {
+                () = options.notify.job_ended(ui, job) => {}
+                signal = signals.next() => {
+                    ui.warn(NOTIFICATION_STOPPED);
+                    result.signal = result.signal.or(Some(signal));
+                }
+            }
         }
         let last_exit = determine_last_exit(exit, result.signal, ready.len());
         results.push(result);
@@ -304,8 +311,8 @@ fn resumes(process: &Process) -> bool {
 fn determine_last_exit(exit: Exit, signal: Option<Exit>, remaining: usize) -> Option<Exit> {
     match (exit, signal) {
         (Exit::Interrupted | Exit::Terminated, _) => Some(exit),
-        // The signal came when the job had nothing left to do but to save.
-        (Exit::Ok, Some(signal)) if remaining > 0 => Some(signal),
+        // The signal came when the job had nothing left to do but to save, or after its end.
+        (_, Some(signal)) if remaining > 0 => Some(signal),
         _ => None,
     }
 }
@@ -597,6 +604,12 @@ mod tests {
         for stopped in [Exit::Interrupted, Exit::Terminated] {
             assert_eq!(determine_last_exit(stopped, Some(stopped), 1), Some(stopped));
         }
+        // It came while the notification was sent that the job failed.
+        assert_eq!(
+            determine_last_exit(Exit::Failed, Some(Exit::Interrupted), 1),
+            Some(Exit::Interrupted)
+        );
+        assert_eq!(determine_last_exit(Exit::Failed, Some(Exit::Interrupted), 0), None);
         for exit in [Exit::Ok, Exit::Failed] {
             assert_eq!(determine_last_exit(exit, None, 1), None);
         }

@@ -121,6 +121,43 @@ async fn a_failed_notification_does_not_change_the_exit_code() {
     );
 }
 
+/// Writes a program that creates the file `begun` and then takes this many seconds.
+fn slow_command(home: &Home, seconds: u32) -> String {
+    let text = format!("#!/bin/sh\ntouch begun\nexec sleep {seconds}\n");
+    let path = home.write("notify", &text);
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    path.display().to_string()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_works_while_a_notification_is_sent() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    let address = fake.serve().await;
+    let home = Home::new();
+    let command = slow_command(&home, 20);
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(["watch", "j1", "--notify-command", &command])
+        .env_clear()
+        .env("HOME", home.path())
+        .env("PATH", "/usr/bin:/bin")
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t")
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    while !home.path().join("begun").exists() {
+        assert_eq!(child.try_wait().unwrap(), None);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let start = std::time::Instant::now();
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    // The job has ended, and its exit code counts.
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn ctrl_c_works_while_the_reason_for_waiting_is_fetched() {
     let fake = fake(vec![job("j1", "ada", JobState::Queued)]);
