@@ -159,17 +159,20 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
     let jobs = resolve_all(&api, &args.jobs).await?;
     let ended = {
         let _spinner = ui.has_bars().then(|| ui.spinner(&waiting_for(&jobs)));
+        let limit = args.timeout.unwrap_or(Duration::from_secs(u64::from(u32::MAX)));
         let all = join_all(jobs.into_iter().map(|job| {
             let (api, ui, notify) = (&api, &ui, &notify);
             async move {
-                let ended = wait_until_ended(api, ui, job).await?;
-                notify.job_ended(ui, &ended).await;
-                Ok::<_, Failure>(ended)
+                // The time limit is not for the notification: it comes after the end of the job.
+                let ended = tokio::time::timeout(limit, wait_until_ended(api, ui, job)).await;
+                if let Ok(Ok(ended)) = &ended {
+                    notify.job_ended(ui, ended).await;
+                }
+                ended
             }
         }));
-        let limit = args.timeout.unwrap_or(Duration::from_secs(u64::from(u32::MAX)));
         tokio::select! {
-            ended = tokio::time::timeout(limit, all) => ended,
+            ended = all => ended.into_iter().collect::<Result<Vec<_>, _>>(),
             _ = tokio::signal::ctrl_c() => {
                 ui.notice("no longer waiting; the jobs continue");
                 return Ok(Exit::Interrupted);

@@ -136,7 +136,7 @@ async fn ctrl_c_works_while_a_notification_is_sent() {
     let home = Home::new();
     let command = slow_command(&home, 20);
     let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-        .args(["watch", "j1", "--notify-command", &command])
+        .args(["watch", "j1", "--notify-command", command.as_str()])
         .env_clear()
         .env("HOME", home.path())
         .env("PATH", "/usr/bin:/bin")
@@ -156,6 +156,24 @@ async fn ctrl_c_works_while_a_notification_is_sent() {
     // The job has ended, and its exit code counts.
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+}
+
+/// Before, the job counted as one that had not ended in time.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_time_limit_of_wait_is_not_for_the_notification() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    let address = fake.serve().await;
+    let home = Home::new();
+    let command = slow_command(&home, 3);
+    let mut wait = home.aitk();
+    wait.args(["wait", "j1", "--timeout", "1s", "--notify-command", command.as_str()])
+        .env("PATH", "/usr/bin:/bin")
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t");
+    let output = tokio::task::spawn_blocking(move || wait.output().unwrap())
+        .await
+        .unwrap();
+    assert_eq!(code(&output), 0, "{}", err(&output));
 }
 
 #[tokio::test(flavor = "multi_thread")]
