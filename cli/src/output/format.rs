@@ -195,7 +195,7 @@ pub fn printable_lines(text: &str) -> String {
 }
 
 /// Whether a character changes the text direction, which could make one name look like another.
-fn is_bidi(c: char) -> bool {
+pub(super) fn is_bidi(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 

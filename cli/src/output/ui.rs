@@ -2,7 +2,7 @@
 
 use super::Table;
 use super::format::{printable_lines, wrap, wrap_sentences};
-use super::json::{json_text, versioned};
+use super::json::{json_line, json_text};
 use crate::failure::Failure;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -217,7 +217,7 @@ impl Ui {
     /// # Errors
     /// As [`Self::data`].
     pub fn json_line(&self, value: &impl Serialize) -> Result<(), Failure> {
-        self.data(&versioned(value)?.to_string())
+        self.data(&json_line(value)?)
     }
 
     /// Prints a notice to standard error. A line that begins with two spaces is not wrapped, because it is a command to
