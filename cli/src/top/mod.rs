@@ -15,6 +15,7 @@ use ratatui::DefaultTerminal;
 use state::{Key, Snapshot, State};
 use std::io::IsTerminal;
 use std::time::Duration;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 /// The shortest polling interval, to limit the load on the coordinator.
@@ -44,6 +45,9 @@ pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
     state.update(fetch_snapshot(&api, None).await?);
 
     let failed = |error: std::io::Error| Failure::failed(format!("the terminal cannot be used: {error}"));
+    // SIGTERM would end the program with the terminal as it is.
+    let mut terminate = signal(SignalKind::terminate())
+        .map_err(|error| Failure::failed(format!("cannot listen for SIGTERM: {error}")))?;
     let mut screen = Screen(ratatui::try_init().map_err(failed)?);
     let (key_sender, mut keys) = mpsc::channel(16);
     keys::read(key_sender);
@@ -56,14 +60,14 @@ pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
         snapshot_sender,
     ));
     let _ = selection_sender.try_send(state.selected_id());
-    loop {
+    let exit = loop {
         screen
             .0
             .draw(|frame| screen::render(frame, &state, jiff::Timestamp::now()))
             .map_err(failed)?;
         tokio::select! {
             key = keys.recv() => match key {
-                Some(Key::Quit) | None => break,
+                Some(Key::Quit) | None => break Exit::Ok,
                 Some(key) => {
                     state.handle_key(key);
                     // Refreshes the panel at once. If the channel is full, a request is pending already.
@@ -76,12 +80,13 @@ pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
                     let _ = selection_sender.try_send(state.selected_id());
                 }
                 Some(Err(failure)) => state.set_problem(&failure.message),
-                None => break,
+                None => break Exit::Ok,
             },
+            _ = terminate.recv() => break Exit::Terminated,
         }
-    }
+    };
     polling.abort();
-    Ok(Exit::Ok)
+    Ok(exit)
 }
 
 /// Fetches a snapshot whenever the interval has passed or the selection has changed.

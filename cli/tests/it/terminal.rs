@@ -1,7 +1,9 @@
 //! Messages on a pseudo-terminal, and in a pipe.
 
-use crate::support::{Home, err};
+use crate::support::{FakeCoordinator, Home, err};
 use nix::pty::{Winsize, openpty};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use std::io::Read;
 use std::process::{Command, Stdio};
 
@@ -79,4 +81,44 @@ fn a_command_to_copy_is_one_line_on_a_narrow_terminal() {
     let lines: Vec<&str> = shown.lines().collect();
     assert!(lines.contains(&format!("  aitk run {path}").as_str()), "{lines:#?}");
     assert!(lines.len() > 2, "what is not a command is broken: {lines:#?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn top_restores_the_terminal_after_a_sigterm() {
+    let server = format!("http://{}", FakeCoordinator::default().serve().await);
+    let shown = tokio::task::spawn_blocking(move || {
+        let home = Home::new();
+        let size = Winsize {
+            ws_row: 24,
+            ws_col: 80,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        let terminal = openpty(Some(&size), None).unwrap();
+        let stdin = terminal.slave.try_clone().unwrap();
+        let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+            .arg("top")
+            .env_clear()
+            .env("HOME", home.path())
+            .env("AITK_SERVER", server)
+            .env("AITK_TOKEN", "t")
+            .current_dir(home.path())
+            .stdin(Stdio::from(stdin))
+            .stdout(Stdio::from(terminal.slave))
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let (mut reader, mut shown) = (std::fs::File::from(terminal.master), String::new());
+        let (mut piece, mut is_signalled) = ([0; 4096], false);
+        while let Ok(read @ 1..) = reader.read(&mut piece) {
+            shown.push_str(&String::from_utf8_lossy(&piece[..read]));
+            if shown.contains("\x1b[?1049h") && !std::mem::replace(&mut is_signalled, true) {
+                kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGTERM).unwrap();
+            }
+        }
+        assert_eq!(child.wait().unwrap().code(), Some(143), "{shown:?}");
+        shown
+    });
+    let shown = shown.await.unwrap();
+    assert!(shown.contains("\x1b[?1049l"), "the screen is left: {shown:?}");
 }
