@@ -270,13 +270,18 @@ impl State {
             let message = format!("step {at} lies before step {}, which is committed", earlier.step);
             return self.answer(changes, session, request, Verdict::Refused, message);
         }
+        // A further step ends a series of failures of the job and of faults of its device. A checkpoint of the same step does not: a job
+        // that writes one after each resume, and then fails, would be retried for ever.
+        let is_further = job.checkpoint.as_ref().is_none_or(|earlier| earlier.step < at);
         job.checkpoint = Some(committed);
-        // A new checkpoint ends a series of failures of the job and of faults of its device.
-        job.failures = 0;
-        job.network_outage = None;
-        job.storage_failures = 0;
+        if is_further {
+            job.failures = 0;
+            job.network_outage = None;
+            job.storage_failures = 0;
+        }
         let location = job
             .live_attempt()
+            .filter(|_| is_further)
             .map(|attempt| (attempt.worker.clone(), attempt.device));
         changes.touch(&id);
         if let Some((worker, device)) = location {

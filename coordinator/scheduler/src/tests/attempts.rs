@@ -197,6 +197,37 @@ fn retries_back_off_and_are_limited() {
     assert_eq!(world.view("ja").failures, 0);
 }
 
+/// Before, a job that wrote a checkpoint after each resume and then failed was retried for ever.
+#[test]
+fn another_checkpoint_of_the_same_step_is_no_progress() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(2));
+    let commit = |world: &mut World, epoch: u64, step: u64| {
+        world.step(Event::CommitCheckpoint {
+            session,
+            request: 5,
+            held: held("ja", epoch),
+            manifest: manifest(&format!("{step}, written by attempt {epoch}")),
+            step,
+        });
+        assert_eq!(world.verdict(), Verdict::Accepted);
+    };
+    for (epoch, step, failures) in [(1, 3, 1), (2, 3, 2), (3, 4, 1), (4, 4, 2)] {
+        commit(&mut world, epoch, step);
+        world.finish(session, &held("ja", epoch), failed(FailureCause::Job));
+        assert_eq!(world.view("ja").failures, failures, "after attempt {epoch}");
+        let checkpoint = world.state.job(&JobId::new("ja")).unwrap().checkpoint.clone();
+        let written = manifest(&format!("{step}, written by attempt {epoch}"));
+        assert_eq!(checkpoint.unwrap().manifest, written);
+        world.pass(8);
+        world.heartbeat(session, &[]);
+    }
+    commit(&mut world, 5, 4);
+    world.finish(session, &held("ja", 5), failed(FailureCause::Job));
+    assert_eq!(world.view("ja").state, JobState::Failed);
+}
+
 #[test]
 fn bad_input_and_internal_errors_are_not_retried() {
     for cause in [FailureCause::BadInput, FailureCause::Internal] {
