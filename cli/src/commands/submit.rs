@@ -518,11 +518,30 @@ fn confirm_upload(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
+/// Submits, and tries again while the coordinator is unreachable.
+///
+/// # Errors
+/// When the coordinator refuses the submission or stays unreachable, and after Ctrl-C.
 pub(super) async fn submit_with_retries<F>(
     api: &Api,
     ui: &Ui,
     submit: impl Fn(Api) -> F,
 ) -> Result<SubmissionReceipt, Failure>
+where
+    F: Future<Output = Result<SubmissionReceipt, Failure>>,
+{
+    // A signal does not end the program any more, because it was listened for during the upload.
+    tokio::select! {
+        submitted = Box::pin(try_to_submit(api, ui, submit)) => submitted,
+        _ = tokio::signal::ctrl_c() => Err(Failure::new(
+            Exit::Interrupted,
+            "interrupted; the coordinator may have got the job",
+        )
+        .hint("`aitk ps` lists the job if it was submitted")),
+    }
+}
+
+async fn try_to_submit<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<SubmissionReceipt, Failure>
 where
     F: Future<Output = Result<SubmissionReceipt, Failure>>,
 {

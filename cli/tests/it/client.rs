@@ -121,6 +121,40 @@ async fn a_failed_notification_does_not_change_the_exit_code() {
     );
 }
 
+/// A job without inputs. No hub answers.
+const JOB: &str = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      \
+                   model: {name_or_path: org/model, arch: sd1}\n      generate: {prompts: [a]}\n";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_works_while_a_job_is_submitted() {
+    let fake = fake(Vec::new());
+    fake.0.lock().unwrap().hang_submits = true;
+    let address = fake.serve().await;
+    let home = Home::new();
+    home.write("job.yaml", JOB);
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(["submit", "job.yaml"])
+        .env_clear()
+        .env("HOME", home.path())
+        .env("HF_ENDPOINT", "http://127.0.0.1:1")
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t")
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    while fake.0.lock().unwrap().unanswered_submits == 0 {
+        assert_eq!(child.try_wait().unwrap(), None);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let start = std::time::Instant::now();
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    // The first call ends after 30 seconds.
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
 /// Writes a program that creates the file `begun` and then takes this many seconds.
 fn slow_command(home: &Home, seconds: u32) -> String {
     let text = format!("#!/bin/sh\ntouch begun\nexec sleep {seconds}\n");

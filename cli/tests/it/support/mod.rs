@@ -162,6 +162,9 @@ pub struct FakeState {
     /// Whether calls of `List` hang, and how many did.
     pub hang_lists: bool,
     pub unanswered_lists: u32,
+    /// Whether calls of `Submit` hang, and how many did.
+    pub hang_submits: bool,
+    pub unanswered_submits: u32,
 }
 
 /// A coordinator with scripted answers.
@@ -224,7 +227,19 @@ impl jobs_server::Jobs for FakeCoordinator {
     }
 
     async fn submit(&self, _: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
-        Err(Status::unimplemented("not here"))
+        let hangs = {
+            let mut state = self.0.lock().unwrap();
+            state.unanswered_submits += u32::from(state.hang_submits);
+            state.hang_submits
+        };
+        if hangs {
+            std::future::pending::<()>().await;
+        }
+        self.reply_with(|_| v1::SubmitReply {
+            job_id: "j1".to_owned(),
+            name: "a".to_owned(),
+            existed: false,
+        })
     }
 
     async fn submit_array(&self, _: Request<v1::SubmitArrayRequest>) -> Result<Response<v1::SubmitReply>, Status> {
