@@ -1,6 +1,8 @@
 //! `clone`: submit a copy of a job, with its inputs as they are stored.
 
-use super::submit::{follow_submitted, local_inputs, print_uploads, resolve_owner, send_inputs, submit_with_retries};
+use super::submit::{
+    follow_submitted, get_submitted, local_inputs, print_uploads, resolve_owner, send_inputs, submit_with_retries,
+};
 use crate::api::Api;
 use crate::args::CloneArgs;
 use crate::config::{self, refuse_special_files};
@@ -98,7 +100,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         .await
         .map_err(|failure| explain_missing_input(failure, &job))?;
     trace.submitted(&submitted.job);
-    let copy = api.get(submitted.job.as_str()).await?;
+    let copy = get_submitted(&api, &submitted).await?;
     if args.json {
         let line = json!({ "id": submitted.job, "name": submitted.name, "copy_of": job.id });
         if args.follow {

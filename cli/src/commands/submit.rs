@@ -145,7 +145,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     if submitted.existed {
         ui.notice("a job was submitted with this key before; its id is printed");
     }
-    let job = api.get(submitted.job.as_str()).await?;
+    let job = get_submitted(&api, &submitted).await?;
     if args.json {
         let sent: Vec<_> = sent.iter().map(staged_json).collect();
         let mut line =
@@ -200,6 +200,20 @@ pub(super) async fn send_inputs(
     };
     trace.record_upload(start, bytes);
     Ok(Some(sent))
+}
+
+/// Returns a job that was just submitted.
+///
+/// # Errors
+/// As [`Api::get`]. The failure names the id, because the job exists: submitted again, there would be two.
+pub(super) async fn get_submitted(api: &Api, submitted: &SubmissionReceipt) -> Result<JobView, Failure> {
+    let got = api.get(submitted.job.as_str()).await;
+    got.map_err(|failure| {
+        failure.hint(format!(
+            "the job was submitted before that: `aitk watch {}` follows it",
+            submitted.job
+        ))
+    })
 }
 
 /// Follows the submitted job to its end and sends the notifications; without `followed` prints how to follow it.

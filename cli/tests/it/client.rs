@@ -126,6 +126,25 @@ const JOB: &str = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to
                    model: {name_or_path: org/model, arch: sd1}\n      generate: {prompts: [a]}\n";
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_id_of_a_job_is_shown_although_the_coordinator_fails_after_the_submission() {
+    let fake = fake(Vec::new());
+    let address = fake.serve().await;
+    let home = Home::new();
+    home.write("job.yaml", JOB);
+    let mut submit = home.aitk();
+    submit
+        .args(["submit", "job.yaml"])
+        .env("HF_ENDPOINT", "http://127.0.0.1:1")
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t");
+    let output = tokio::task::spawn_blocking(move || submit.output().unwrap())
+        .await
+        .unwrap();
+    assert_ne!(code(&output), 0);
+    assert!(err(&output).contains("aitk watch j1"), "{}", err(&output));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn ctrl_c_works_while_a_job_is_submitted() {
     let fake = fake(Vec::new());
     fake.0.lock().unwrap().hang_submits = true;
