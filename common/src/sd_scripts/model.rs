@@ -1,7 +1,7 @@
 //! The `model` section.
 
 use super::report::{Import, Section, number};
-use super::script::ScriptFamily;
+use super::script::{Script, ScriptFamily};
 use serde_json::json;
 use std::path::Path;
 
@@ -102,11 +102,38 @@ fn prompts(import: &mut Import<'_>, model: &mut Section) {
             other => import.error("max_token_length", format!("expected 75, 150 or 225, found {other}")),
         }
     }
-    if import.script.is_flow() && import.settings.flag("apply_t5_attn_mask") {
-        model.insert("apply_t5_attn_mask".into(), json!(true));
+    if import.script.is_flow() {
+        masks(import, model);
     }
-    if family == ScriptFamily::Sd3 && import.settings.flag("apply_lg_attn_mask") {
-        model.insert("apply_lg_attn_mask".into(), json!(true));
+}
+
+/// `apply_t5_attn_mask` and `apply_lg_attn_mask`. The scripts of SD3 mask the padding only in outputs of text encoders that they cache: in a
+/// step they call `encode_tokens` of `strategy_sd3.py` without the masks.
+fn masks(import: &mut Import<'_>, model: &mut Section) {
+    let settings = import.settings;
+    let is_sd3 = import.script.family() == ScriptFamily::Sd3;
+    let caches = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
+        .into_iter()
+        .any(|option| settings.flag(option));
+    let (caches_t5, caches_clip) = match import.script {
+        Script::Sd3TrainNetwork => (caches, caches && settings.flag("network_train_unet_only")),
+        Script::Sd3Train if settings.flag("use_t5xxl_cache_only") => (true, false),
+        _ => (caches, caches),
+    };
+    for (option, of_script, masks) in [
+        ("apply_t5_attn_mask", true, !is_sd3 || caches_t5),
+        ("apply_lg_attn_mask", is_sd3, caches_clip),
+    ] {
+        if !of_script || !settings.flag(option) {
+            continue;
+        }
+        if masks {
+            model.insert(option.into(), json!(true));
+        } else {
+            let message = "ignored, as by sd-scripts, which masks the padding of SD3 only in outputs of text encoders that are cached \
+                           (cache_text_encoder_outputs)";
+            import.note(option, message);
+        }
     }
 }
 

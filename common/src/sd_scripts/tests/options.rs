@@ -81,6 +81,10 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         "validation_seed" => ("7", "validation_split = 0.5"),
         "validate_every_n_steps" | "validate_every_n_epochs" => ("3", "validation_split = 0.5"),
         "max_validation_steps" => ("1", "validation_split = 0.5"),
+        "apply_t5_attn_mask" | "apply_lg_attn_mask" => (
+            "true",
+            "cache_text_encoder_outputs = true\nnetwork_train_unet_only = true",
+        ),
         "clip_skip" => ("2", ""),
         "max_token_length" => ("225", ""),
         "logit_std" => ("0.5", "weighting_scheme = \"logit_normal\""),
@@ -301,6 +305,56 @@ fn an_option_of_another_script_is_ignored_with_a_note() {
                 .any(|found| found.key == "fp8_base" && found.message == note),
             "{:?}",
             with.notes
+        );
+    }
+}
+
+/// `encode_tokens` of `strategy_sd3.py` masks nothing unless its caller says so, and only the one that caches its outputs does.
+#[test]
+fn sd3_masks_the_padding_of_cached_text_alone() {
+    let folder = folder();
+    let masks = |script: Script, more: &str| {
+        let text = format!("{}apply_t5_attn_mask = true\n{more}", base(script));
+        let imported = import_in(folder.path(), &text, Some(script)).unwrap();
+        let model = job(&imported.yaml).process[0].trainer().unwrap().model.clone();
+        let found = (model.apply_t5_attn_mask, model.apply_lg_attn_mask);
+        let noted = |option: &str| {
+            let of_option =
+                |note: &crate::job::Finding| note.key == option && note.message.contains("as by sd-scripts");
+            imported.notes.iter().any(of_option)
+        };
+        assert_eq!(noted("apply_t5_attn_mask"), !found.0, "{more}");
+        assert_eq!(noted("apply_lg_attn_mask"), more.contains("lg") && !found.1, "{more}");
+        found
+    };
+    assert_eq!(masks(Script::FluxTrainNetwork, ""), (true, false));
+    let of_clip = "apply_lg_attn_mask = true\n";
+    for (script, lines, expected) in [
+        (Script::Sd3TrainNetwork, "", (false, false)),
+        (
+            Script::Sd3TrainNetwork,
+            "network_train_unet_only = true\n",
+            (false, false),
+        ),
+        (
+            Script::Sd3TrainNetwork,
+            "cache_text_encoder_outputs = true\n",
+            (true, false),
+        ),
+        (
+            Script::Sd3TrainNetwork,
+            "cache_text_encoder_outputs_to_disk = true\nnetwork_train_unet_only = true\n",
+            (true, true),
+        ),
+        (Script::Sd3Train, "", (false, false)),
+        (Script::Sd3Train, "cache_text_encoder_outputs = true\n", (true, true)),
+        (Script::Sd3Train, "use_t5xxl_cache_only = true\n", (true, false)),
+    ] {
+        assert_eq!(
+            masks(script, &format!("{of_clip}{lines}")),
+            expected,
+            "{}: {lines}",
+            script.name()
         );
     }
 }
