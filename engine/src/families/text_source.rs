@@ -45,7 +45,8 @@ impl<T: TextEncoders> TextSource<T> {
     /// When a text encoder fails, or a prompt was not encoded before.
     pub(super) fn encode_prompts(&self, prompts: &[Prompt], device: &Device) -> Result<Conditioning> {
         match self {
-            Self::Encoders(encoders) => encoders.encode_prompts(prompts),
+            // Some encoders count tokens on the CPU.
+            Self::Encoders(encoders) => encoders.encode_prompts(prompts)?.to_device(device),
             Self::Embeddings(encoded) => look_up(&**encoded, prompts, device),
         }
     }
