@@ -73,6 +73,7 @@ impl Job<'_> {
             pooled: pooled.or_else(|| (features > 0.0).then(|| walk.tensor([batch, 1.0, features, 1.0], false))),
             text: context,
             prompt_tokens: self.language_tokens(prompt_tokens),
+            masks_padding: self.masks_padding(),
             // As many as those of the image.
             control: self.has_control().then_some(height * width / 4.0),
         }

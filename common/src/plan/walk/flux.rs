@@ -54,13 +54,14 @@ impl DoubleBlock {
         }
     }
 
-    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary) -> Vec<Shaped> {
+    /// `masked`: some of the text is masked.
+    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary, masked: bool) -> Vec<Shaped> {
         let (h, image_vectors) = self.image.norm1.forward(walk, x, temb);
         let (h_text, text_vectors) = self.text.norm1.forward(walk, text, temb);
         let image_qkv = self.image.attention.forward(walk, &h);
         let text_qkv = self.text.attention.forward(walk, &h_text);
         let joined = [0, 1, 2].map(|i: usize| walk.cat(&text_qkv[i], &image_qkv[i]));
-        let all = attend(walk, &joined, rotary, self.options);
+        let all = attend(walk, &joined, rotary, with_mask(self.options, masked));
         drop(joined);
         let attended = walk.narrow(&all, 1, x.dims[1]);
         let attended_text = walk.narrow(&all, 1, text.dims[1]);
@@ -69,6 +70,14 @@ impl DoubleBlock {
         let x = self.image.after_attention(walk, x, &attended, &image_vectors);
         drop((h, h_text, image_qkv, text_qkv, all));
         vec![x, text]
+    }
+}
+
+/// The same attention, with a bias if some of the text is masked.
+fn with_mask(options: AttentionOptions, masked: bool) -> AttentionOptions {
+    AttentionOptions {
+        has_bias: masked,
+        ..options
     }
 }
 
@@ -104,10 +113,13 @@ impl SingleBlock {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary) -> Shaped {
+    /// `masked`: as of a double block.
+    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary, masked: bool) -> Shaped {
         let (h, [_, _, gate]) = self.norm.forward(walk, x, temb);
         let mlp = walk.activation(&walk.linear(&self.proj_mlp, &h), Activation::GeluTanh);
-        let attended = attend(walk, &self.attention.forward(walk, &h), rotary, self.options);
+        let qkv = self.attention.forward(walk, &h);
+        let attended = attend(walk, &qkv, rotary, with_mask(self.options, masked));
+        drop(qkv);
         let both = walk.joined_features(&attended, &mlp);
         let y = walk.gated_residual(x, &gate, &walk.linear(&self.proj_out, &both));
         drop((h, mlp, attended, both));
@@ -199,6 +211,8 @@ impl Flux {
         let text = walk.linear(&self.context_embedder, &conditions.text);
         let (text_length, all) = (text.dims[1], text.dims[1] + tokens.dims[1]);
         let rotary = walk.rotary(all, self.head_width);
+        // The padding of one text is cut, so that nothing is masked.
+        let masked = conditions.masks_padding && batch > 1.0;
 
         let mut sequence = BlockSequence::default();
         let (mut x, mut text) = (sequence.input(tokens), sequence.input(text));
@@ -206,7 +220,7 @@ impl Flux {
         for block in &self.double {
             let (block, rotary) = (Rc::clone(block), rotary.clone());
             [x, text] = sequence.add_with_outputs(&[x, text, conditioning], move |walk, inputs| match inputs {
-                [x, text, temb] => block.forward(walk, [x, text, temb], &rotary),
+                [x, text, temb] => block.forward(walk, [x, text, temb], &rotary, masked),
                 other => other.to_vec(),
             });
         }
@@ -214,7 +228,7 @@ impl Flux {
         for block in &self.single {
             let (block, rotary) = (Rc::clone(block), rotary.clone());
             x = sequence.add(&[x, conditioning], move |walk, inputs| {
-                block.forward(walk, &inputs[0], &inputs[1], &rotary)
+                block.forward(walk, &inputs[0], &inputs[1], &rotary, masked)
             });
         }
         let x = sequence.run(walk, checkpointed, x)?;

@@ -45,6 +45,7 @@ fn inputs(walk: &Walk, shapes: &ModelShapes, side: f64, batch: f64) -> (Shaped, 
         text: tokens(64.0, transformer.context),
         pooled: (transformer.pooled > 0).then(|| tokens(1.0, transformer.pooled)),
         prompt_tokens: 40.0,
+        masks_padding: false,
         control: None,
     };
     (walk.tensor([batch, 16.0, side, side], false), conditions)
@@ -174,6 +175,26 @@ fn checkpointing_keeps_less_and_a_control_image_is_as_many_tokens_again() {
             assert!((1.7..2.0).contains(&(two / one)), "{one} {two}");
         }
     }
+}
+
+/// With a mask the scores are float32, and those with the mask are further ones. The padding of a single text is cut.
+#[test]
+fn masked_text_of_flux_in_a_batch_takes_a_bias_of_the_scores() {
+    let shapes = small("flux");
+    let mut builder = Builder::new(options(0.0, LoraLayers::All), 0);
+    let denoiser = Denoiser::new(&mut builder, &shapes);
+    let peak = |form: Form, batch: f64, masks_padding: bool| {
+        let width = if form == Form::Cpu { 4.0 } else { 2.0 };
+        let walk = Walk::new(Backend { width, form });
+        let (latents, mut conditions) = inputs(&walk, &shapes, 64.0, batch);
+        conditions.masks_padding = masks_padding;
+        denoiser.forward(&walk, &latents, &conditions, false).unwrap();
+        walk.peak()
+    };
+    let (plain, masked) = (peak(Form::Cuda, 2.0, false), peak(Form::Cuda, 2.0, true));
+    assert!(masked > 1.5 * plain, "{plain} {masked}");
+    assert_eq!(peak(Form::Cuda, 1.0, true), peak(Form::Cuda, 1.0, false));
+    assert_eq!(peak(Form::Cpu, 2.0, true), peak(Form::Cpu, 2.0, false));
 }
 
 /// The position bias of T5 is large: one number for each pair of tokens and each head.
