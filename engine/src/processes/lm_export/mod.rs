@@ -103,7 +103,8 @@ fn lora_path(process: &LmExportProcess, cx: &Context<'_>) -> Result<Option<PathB
         .transpose()
 }
 
-/// Checks that a folder of this path may be replaced: it is that of a model, as an earlier export wrote it, and not one that this export reads.
+/// Checks that a folder of this path may be replaced: it has the files of a model alone, as an earlier export wrote it, and nothing that this
+/// export reads.
 fn check_is_replaceable(path: &Path, model: &Path, lora: Option<&Path>) -> Result<()> {
     let refused = |found: &str| {
         Err(EngineError::bad_input(format!(
@@ -114,12 +115,22 @@ fn check_is_replaceable(path: &Path, model: &Path, lora: Option<&Path>) -> Resul
     let Ok(existing) = path.canonicalize() else {
         return Ok(());
     };
-    let is_existing = |other: &Path| other.canonicalize().is_ok_and(|other| other == existing);
-    if is_existing(model) || lora.is_some_and(is_existing) {
+    let is_replaced = |other: &Path| other.canonicalize().is_ok_and(|other| other.starts_with(&existing));
+    if is_replaced(model) || lora.is_some_and(is_replaced) {
         return refused("the model or the LoRA that is exported");
     }
-    let is_empty = std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
-    match is_empty || path.join("config.json").is_file() {
+    let Ok(entries) = std::fs::read_dir(path) else {
+        return refused("what is there, which is no earlier export");
+    };
+    let are_files: Vec<bool> = entries
+        .map(|entry| {
+            entry
+                .and_then(|entry| entry.file_type())
+                .is_ok_and(|kind| kind.is_file())
+        })
+        .collect();
+    let is_export = !are_files.contains(&false) && path.join("config.json").is_file();
+    match are_files.is_empty() || is_export {
         true => Ok(()),
         false => refused("what is there, which is no earlier export"),
     }

@@ -296,9 +296,20 @@ fn a_folder_that_is_no_earlier_export_is_not_replaced() {
         export(root, json!({}), save.clone());
     }
     let exported = json!({"name_or_path": root.join("tiny-f32")});
-    let error = failure(root, exported, save);
+    let error = failure(root, exported, save.clone());
     assert!(error.contains("the model or the LoRA that is exported"), "{error}");
     logits(&root.join("tiny-f32"));
+    // A model beside which there is a folder, and the LoRA that is merged within it.
+    let lora = root.join("tiny-f32/lora");
+    write_lora(
+        &lora,
+        &CausalLm::load(&root.join("model"), &CausalLmOptions::cpu()).unwrap(),
+    );
+    let error = failure(root, json!({}), save.clone());
+    assert!(error.contains("which is no earlier export"), "{error}");
+    let error = failure(root, json!({"lora_path": lora}), save);
+    assert!(error.contains("the model or the LoRA that is exported"), "{error}");
+    assert!(lora.is_dir());
 }
 
 #[test]
