@@ -190,9 +190,13 @@ fn retries_back_off_and_are_limited() {
     );
     // The user may resume the job; and a new checkpoint clears earlier failures.
     assert_eq!(world.resume("ja").unwrap().failures, 0);
+    // The first device is in quarantine.
+    let session = world.cpu("w2");
     world.heartbeat(session, &[held("ja", 4)]);
     world.finish(session, &held("ja", 4), failed(FailureCause::Storage));
+    assert_eq!(world.view("ja").failures, 1);
     world.pass(10);
+    world.heartbeat(session, &[held("ja", 5)]);
     world.commit(session, &held("ja", 5), 3);
     assert_eq!(world.view("ja").failures, 0);
 }

@@ -101,8 +101,8 @@ impl LayerAdapter for LohaLayer {
         add_product(layer.kind, x, &change, None, &output)
     }
 
-    /// One product with the sum of the weight and its change, as in LyCORIS: a step has three products of that size, where the sum of
-    /// two outputs needs five.
+    /// One product with the sum of the weight and its change: a step has three products of that size, where the sum of two outputs
+    /// needs five.
     fn forward(&self, layer: &BaseLayer<'_>, x: &Tensor) -> Result<Option<Tensor>> {
         let dropout_seed = self.handle.dropout_seed();
         let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
