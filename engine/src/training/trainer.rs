@@ -470,11 +470,29 @@ impl Trainer {
         Ok((out, updates))
     }
 
+    /// Checks that the parameters can be set from these weights.
+    ///
+    /// # Errors
+    /// As [`Trainer::restore_weights`].
+    pub fn check_weights(&self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        self.find_weights(tensors).map(drop)
+    }
+
     /// Sets the parameters from the weights of [`Trainer::state`]. On an error no parameter changes.
     ///
     /// # Errors
     /// When a tensor is missing or unexpected, or has another shape.
     pub fn restore_weights(&self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        let found = self.find_weights(tensors)?;
+        for (p, t) in self.options.params.iter().zip(found) {
+            p.var
+                .set(&t.to_device(p.var.device())?.to_dtype(p.var.dtype())?.contiguous()?)?;
+        }
+        Ok(())
+    }
+
+    /// The weight of each parameter.
+    fn find_weights<'a>(&self, tensors: &'a BTreeMap<String, Tensor>) -> Result<Vec<&'a Tensor>> {
         let params = &self.options.params;
         if tensors.len() != params.len() {
             return Err(EngineError::bad_input(format!(
@@ -498,11 +516,7 @@ impl Trainer {
                 None => return Err(EngineError::bad_input(format!("the checkpoint has no `{}`", p.name))),
             }
         }
-        for (p, t) in params.iter().zip(found) {
-            p.var
-                .set(&t.to_device(p.var.device())?.to_dtype(p.var.dtype())?.contiguous()?)?;
-        }
-        Ok(())
+        Ok(found)
     }
 
     /// Restores everything that [`Trainer::state`] returned except the weights.

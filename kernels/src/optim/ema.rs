@@ -30,19 +30,25 @@ impl Ema {
     /// # Errors
     /// When the device fails.
     pub fn new(params: Vec<Param>, decay: f64, use_feedback: bool, param_multiplier: f64) -> Result<Self, OptimError> {
-        let shadow = params
-            .iter()
-            .map(|p| Ok(StateTensor::new(p.value()?.copy()?)))
-            .collect::<Result<_, OptimError>>()?;
         Ok(Self {
             decay,
             use_feedback,
             param_multiplier,
             updates: 0,
+            shadow: copies(&params)?,
             params,
-            shadow,
             training_weights: None,
         })
+    }
+
+    /// Starts the average anew with the current parameters.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn restart(&mut self) -> Result<(), OptimError> {
+        self.shadow = copies(&self.params)?;
+        (self.updates, self.training_weights) = (0, None);
+        Ok(())
     }
 
     /// Updates the shadow weights after an optimizer step. With `use_feedback` the parameters move towards the shadow
@@ -141,6 +147,12 @@ impl Ema {
         self.updates = updates;
         Ok(())
     }
+}
+
+/// Copies of the parameters.
+fn copies(params: &[Param]) -> Result<Vec<StateTensor>, OptimError> {
+    let copy = |param: &Param| Ok::<_, OptimError>(StateTensor::new(param.value()?.copy()?));
+    params.iter().map(copy).collect()
 }
 
 /// Updates the shadow weights (`elements[0]`) and the parameters (`elements[1]`) in parallel chunks.

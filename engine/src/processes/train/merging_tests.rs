@@ -145,12 +145,12 @@ fn a_run_goes_on_from_a_saved_model() {
     // Its checkpoints have merged layers, which a LoRA alone cannot use.
     process.train.merge_network_on_save = false;
     process.train.steps = 7;
-    let (_, events) = run_spec(&spec(process));
-    assert!(
-        logs(&events).contains("merge_network_on_save: true"),
-        "{}",
-        logs(&events)
-    );
+    let (outcome, _) = run_spec(&spec(process));
+    let Outcome::Failed { cause, message } = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert_eq!(cause, FailureCause::BadInput);
+    assert!(message.contains("merge_network_on_save: true"), "{message}");
 }
 
 #[test]

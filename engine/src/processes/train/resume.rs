@@ -2,7 +2,8 @@
 //!
 //! A run resumes from the first of these that exists: the checkpoint in the attempt's spec, the newest complete
 //! checkpoint in the run folder, its newest save by step (of an unfinished ai-toolkit run),
-//! `network.pretrained_lora_path`. Else it starts anew.
+//! `network.pretrained_lora_path`. Else it starts anew. A checkpoint in the run folder that does not fit the config gives way to the newest
+//! save; without a save it is an error.
 
 use super::super::context::Context;
 use super::super::run_folder::{RunFolder, checkpoint_error};
@@ -16,8 +17,8 @@ use super::target::TrainedParameters;
 use crate::adapters::{AdapterFile, saved_since};
 use crate::error::{EngineError, Result};
 use crate::families::saved_step;
-use crate::training::Trainer;
-use aitk_common::attempt::AttemptSpec;
+use crate::training::{SharedLearnedSnr, Trainer};
+use aitk_common::attempt::{AttemptSpec, FailureCause};
 use aitk_common::checkpoint::Checkpoint;
 use candle_core::{Device, Tensor};
 use serde_json::Value;
@@ -110,6 +111,8 @@ impl Run<'_> {
         for (folder, error) in &scan.rejected {
             cx.log("warn", format!("{}: {error}", folder.display()));
         }
+        // The checkpoint that does not fit, and why.
+        let mut unfit: Option<(String, EngineError)> = None;
         if let Some(checkpoint) = scan.newest {
             self.check_word(&checkpoint)?;
             let saved = self.folder.saves().iter().filter_map(|(step, _)| *step).max();
@@ -131,16 +134,29 @@ impl Run<'_> {
                     );
                     return Ok(true);
                 }
-                Err(error) => cx.log(
-                    "warn",
-                    format!(
-                        "the checkpoint of step {} does not fit this config ({error}); trying the newest save instead",
+                Err(error) => {
+                    let problem = format!(
+                        "the checkpoint of step {} does not fit this config ({error})",
                         checkpoint.step()
-                    ),
-                ),
+                    );
+                    unfit = Some((problem, error));
+                }
             }
         }
-        let Some((step, path)) = self.newest_save(cx) else {
+        let newest = self.newest_save(cx);
+        match (unfit, &newest) {
+            (None, _) => {}
+            (Some((problem, _)), Some(_)) => cx.log("warn", format!("{problem}; trying the newest save instead")),
+            // A run that started anew would lose its first checkpoints: of two runs in a folder, those of the later steps stay.
+            (Some((problem, error)), None) if error.cause() == FailureCause::BadInput => {
+                return Err(EngineError::bad_input(format!(
+                    "{problem}, and there is no save: undo the change of the config, give the run another `config.name`, or move {} away",
+                    self.folder.path.display()
+                )));
+            }
+            (Some((_, error)), None) => return Err(error),
+        }
+        let Some((step, path)) = newest else {
             return Ok(false);
         };
         let merges = self.process.merges_network();
@@ -265,8 +281,22 @@ impl Run<'_> {
         })
     }
 
-    /// Restores the complete state of a checkpoint.
+    /// Restores the complete state of a checkpoint. If it does not fit, nothing changes.
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let learned = self.learned_snr.as_ref().map(SharedLearnedSnr::get);
+        let restored = self.restore_all(checkpoint);
+        if restored.is_err() {
+            // The trainer may have the checkpoint's state already.
+            if let (Some(shared), Some(learned)) = (&self.learned_snr, learned) {
+                shared.set(learned);
+            }
+            self.trainer = self.new_trainer()?;
+        }
+        restored
+    }
+
+    /// [`Self::restore`]; on an error the trainer has to be replaced.
+    fn restore_all(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         let number = |key: &str| state.get(key).and_then(Value::as_u64);
         if number("state_version") != Some(STATE_VERSION) {
@@ -288,20 +318,24 @@ impl Run<'_> {
             let known = |name: String| saved_since(&name).unwrap_or(name);
             Ok(Some(map.map(|(name, tensor)| (known(name), tensor)).collect()))
         };
-        // The weights are dropped before the rest is read, which is twice as large for a full fine-tune.
-        match read("weights")? {
-            Some(weights) => self.trainer.restore_weights(&weights)?,
-            None => return Err(EngineError::bad_input("it has no weights")),
-        }
-        self.restore_merged(read(MERGED_ROLE)?.as_ref())?;
+        // Everything is checked before a weight changes, so the weights are last.
         let mut tensors = BTreeMap::new();
         for role in ["optimizer", "ema", "gradients"] {
             tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
         }
-        // A new trainer, so that an EMA that is not in the checkpoint starts from these weights.
-        self.trainer = self.new_trainer()?;
+        let has_average = tensors.contains_key("ema");
         self.trainer
             .restore_state(tensors, number("ema_updates").unwrap_or(0))?;
+        let Some(weights) = read("weights")? else {
+            return Err(EngineError::bad_input("it has no weights"));
+        };
+        self.trainer.check_weights(&weights)?;
+        self.restore_merged(read(MERGED_ROLE)?.as_ref())?;
+        self.trainer.restore_weights(&weights)?;
+        drop(weights);
+        if let (false, Some(ema)) = (has_average, self.trainer.ema()) {
+            ema.restart().map_err(crate::training::optim_error)?;
+        }
         self.start_step = checkpoint.step();
         self.last_checkpoint = Some(checkpoint.step());
         self.non_finite_steps = number(NON_FINITE_KEY).unwrap_or(0);

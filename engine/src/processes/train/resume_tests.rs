@@ -2,9 +2,11 @@
 
 use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use super::transformer_test_runs::tensors;
 use crate::processes::{StopSignal, run};
-use crate::testing::in_own_folder;
-use aitk_common::attempt::{ChildEvent, Outcome};
+use crate::testing::{gap, in_own_folder};
+use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
+use aitk_common::job::optimizer::OptimizerName;
 use std::path::Path;
 
 #[test]
@@ -311,6 +313,54 @@ fn after_a_change_of_rank_the_weights_are_used_with_a_fresh_optimizer() {
     let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("another rank"), "{}", logs(&events));
+}
+
+/// Neither starts a run with the weights of a checkpoint at step 0, nor one beside the checkpoints of later steps.
+#[test]
+fn without_a_save_a_checkpoint_that_does_not_fit_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    process.train.optimizer = OptimizerName::Adafactor;
+    let (outcome, events) = stop_at(&spec(process.clone()), 3);
+    assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
+    std::fs::remove_file(dir.path().join("out/tiny/tiny_000000003.safetensors")).unwrap();
+    // With it the state has other tensors.
+    process.train.optimizer_params.insert("beta1".into(), 0.9.into());
+    let (outcome, events) = run_spec(&spec(process.clone()));
+    let Outcome::Failed { cause, message } = outcome else {
+        panic!("{outcome:?}: {}", logs(&events));
+    };
+    assert_eq!(cause, FailureCause::BadInput);
+    for part in [
+        "checkpoint of step 3",
+        "does not fit this config",
+        "there is no save",
+        "config.name",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
+    process.train.optimizer_params.clear();
+    let (outcome, events) = run_spec(&spec(process));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert_eq!(losses(&events).len(), 5);
+}
+
+#[test]
+fn an_average_that_is_turned_on_later_starts_with_the_weights_of_the_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    stop_at(&spec(process.clone()), 3);
+    let before = tensors(&dir.path().join("out/tiny/tiny_000000003.safetensors"));
+    process.train.ema_config.use_ema = true;
+    // The weights stay what they are.
+    process.train.lr = 0.0;
+    let (outcome, events) = run_spec(&spec(process));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let average = tensors(&dir.path().join("out/tiny/tiny.safetensors"));
+    assert!(before.keys().eq(average.keys()));
+    for (name, tensor) in &before {
+        assert_eq!(gap(tensor, &average[name]), 0.0, "{name}");
+    }
 }
 
 #[test]
