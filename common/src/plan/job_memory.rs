@@ -205,6 +205,14 @@ impl<'a> Job<'a> {
         })
     }
 
+    /// The parameters of the text encoders' embedding tables, which are dense in memory whatever their files have.
+    fn text_tables(&self) -> f64 {
+        let clip = self.shapes.text_encoders().take(self.family.text_prefixes.len());
+        let clip = clip.map(|text| (f64::from(text.vocabulary) + f64::from(text.positions)) * f64::from(text.width));
+        let language = &self.shapes.language;
+        clip.sum::<f64>() + f64::from(language.vocabulary) * f64::from(language.width)
+    }
+
     /// Whether each save merges the network into the model.
     fn merges_network(&self) -> bool {
         self.kind == WorkKind::Training && !self.is_full && flag(self.body, "/train/merge_network_on_save")
@@ -291,7 +299,7 @@ impl<'a> Job<'a> {
             let named = text(body, key).and_then(QType::from_name);
             on.then(|| named.unwrap_or(QType::Float8))
         };
-        let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: (CompactWeights, u64), lora| {
+        let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: StoredFractions, lora| {
             let is_own = trains && self.is_full;
             // A network is merged into weights in memory.
             let is_changed = is_own || (trains && self.merges_network());
@@ -308,18 +316,14 @@ impl<'a> Job<'a> {
                 lora_layers,
                 width: backend.width,
                 cpu: backend.is_cpu(),
-                stored: if is_changed {
-                    StoredFractions::default()
-                } else {
-                    fractions(stored)
-                },
+                stored: if is_changed { StoredFractions::default() } else { stored },
             }
         };
         let counts = &self.counts;
         let mut index = 0;
         let (mut text, mut text_weights) = (Vec::new(), WeightTotals::default());
         let text_qtype = qtype(quantize_te, "/model/qtype_te");
-        let stored = (counts.text_stored, counts.text);
+        let stored = fractions(counts.text_stored, counts.text as f64 - self.text_tables());
         for (shapes, prefix) in self.shapes.text_encoders().zip(self.family.text_prefixes) {
             let lora = (*prefix, LoraLayers::AttentionAndMlp);
             let mut builder = Builder::new(
@@ -340,7 +344,7 @@ impl<'a> Job<'a> {
             text_weights.add(builder.weights);
             encoder
         });
-        let stored = (counts.denoiser_stored, counts.denoiser);
+        let stored = fractions(counts.denoiser_stored, counts.denoiser as f64);
         let lora_layers = match body.pointer("/network/transformer_only").and_then(Value::as_bool) {
             Some(false) => LoraLayers::All,
             _ => self.family.lora_layers,
@@ -359,7 +363,7 @@ impl<'a> Job<'a> {
         let mut builder = Builder::new(denoiser_options, index);
         let denoiser = Denoiser::new(&mut builder, &self.shapes);
         let denoiser_weights = std::mem::take(&mut builder.weights);
-        let stored = (counts.vae_stored, counts.vae);
+        let stored = fractions(counts.vae_stored, counts.vae as f64);
         let mut vae_options = component(false, options.vae_streamed, None, stored, ("", LoraLayers::All));
         vae_options.width = self.vae_backend(backend).width;
         let mut builder = Builder::new(vae_options, builder.last_index());
@@ -613,12 +617,13 @@ fn small_fraction(model: &Model) -> f64 {
     small.map(|tensor| tensor.elements).sum::<f64>() / all.max(1.0)
 }
 
-fn fractions((stored, parameters): (CompactWeights, u64)) -> StoredFractions {
-    let all = parameters.max(1) as f64;
+/// The fractions of the weights of layers that are stored in fewer bits. `layers`: the parameters without the tables.
+fn fractions(stored: CompactWeights, layers: f64) -> StoredFractions {
+    let layers = layers.max(1.0);
     StoredFractions {
-        quantised: (stored.quantised as f64 / all).min(1.0),
+        quantised: (stored.quantised as f64 / layers).min(1.0),
         bytes: stored.bytes as f64 / stored.quantised.max(1) as f64,
-        halves: (stored.halves as f64 / all).min(1.0),
+        halves: (stored.halves as f64 / layers).min(1.0),
     }
 }
 

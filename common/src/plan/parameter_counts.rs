@@ -144,9 +144,14 @@ impl Count {
             stored: CompactWeights::default(),
         };
         // Embedding tables and one-dimensional tensors are dequantised when they are loaded.
-        let table = ["token_embedding", "position_embedding", "shared.weight", "token_embd."]
-            .iter()
-            .any(|table| name.contains(table));
+        let tables = [
+            "token_embedding",
+            "position_embedding",
+            "shared.weight",
+            "embed_tokens.",
+            "token_embd.",
+        ];
+        let table = tables.iter().any(|table| name.contains(table));
         let sibling = |ending: &str| all.get(&format!("{}{ending}", name.strip_suffix("weight")?));
         let outputs = tensor.shape.first().copied().unwrap_or(1);
         let quantised = |parameters: u64, bytes: u64, scales: u64| Self {
@@ -424,6 +429,43 @@ mod tests {
             (folder.denoiser, folder.denoiser_stored),
             (640 + 200 + 200, stored(840, 320 + 40 + 200 + 40))
         );
+    }
+
+    #[test]
+    fn the_tables_of_text_encoders_are_not_among_the_weights_in_fewer_bits() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("one.safetensors");
+        let tables = [
+            "clip_l.transformer.text_model.embeddings.token_embedding",
+            "t5xxl.shared",
+            "qwen3_4b.model.embed_tokens",
+        ];
+        let entry = |name: &str, dtype: &str, shape: &str| format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape}}}"#);
+        let mut entries = vec![
+            entry("model.diffusion_model.w", "F32", "[1]"),
+            entry(
+                "text_encoders.qwen3_4b.model.layers.0.mlp.up_proj.weight",
+                "F8_E4M3",
+                "[10,64]",
+            ),
+            entry(
+                "text_encoders.qwen3_4b.model.layers.0.mlp.down_proj.weight",
+                "BF16",
+                "[64,10]",
+            ),
+        ];
+        for (table, dtype) in tables.iter().zip(["BF16", "F8_E4M3", "F8_E4M3"]) {
+            entries.push(entry(&format!("text_encoders.{table}.weight"), dtype, "[9,64]"));
+        }
+        write(&file, &format!("{{{}}}", entries.join(",")));
+        let counts = ParameterCounts::read(&file).unwrap();
+        assert_eq!(counts.text, 2 * 640 + 3 * 576);
+        let stored = CompactWeights {
+            quantised: 640,
+            bytes: 640 + 40,
+            halves: 640,
+        };
+        assert_eq!(counts.text_stored, stored);
     }
 
     /// The fixtures are written by the `gguf` library (`tests/reference/make_prequantised.py`).

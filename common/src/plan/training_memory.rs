@@ -328,7 +328,7 @@ pub(super) fn stored_fractions(counts: &ParameterCounts, shapes: &LanguageShapes
     let tables = (f64::from(shapes.vocabulary) * width + positions).min(total);
     let layers = (total - tables).max(1.0);
     let (quantised, halves) = (stored.quantised as f64, stored.halves as f64);
-    // Of a Hugging Face folder, the tables are among the 16-bit weights.
+    // Of some Hugging Face folders, the tables (`wte`) are among the 16-bit weights.
     let has_tables = halves + quantised + tables > total;
     StoredFractions {
         quantised: (quantised / layers).min(1.0),

@@ -346,6 +346,35 @@ fn weights_quantised_in_their_file_stay_quantised() {
     assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
 }
 
+/// Its table is dense in memory, and all of its layers are quantised.
+#[test]
+fn the_table_of_a_quantised_text_encoder_is_none_of_its_layers() {
+    // Qwen3 4B as it is loaded for Z-Image: without its last layer. In q4_k, 256 weights have 144 bytes.
+    let (table, norms) = (151_936 * 2560, 35 * (2 * 2560 + 2 * 128));
+    let layers: u64 = 35 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728);
+    let gib = |text_stored: CompactWeights| {
+        let counts = ParameterCounts {
+            denoiser: 6_154_908_736,
+            text: table + layers + norms,
+            text_stored,
+            ..ParameterCounts::default()
+        };
+        let job = json!({"process": [{"kind": {"generate": {"model": {"arch": "zimage"},
+            "generate": {"width": 512, "height": 512, "prompts": ["a"]}}}}]});
+        let need = Demand::of_job(&job, Some(counts), &[]).unwrap().memory.unwrap();
+        need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu) as f64 / GIB
+    };
+    let q4_k = CompactWeights {
+        quantised: layers,
+        bytes: layers / 256 * 144,
+        halves: 0,
+    };
+    let saved = gib(CompactWeights::default()) - gib(q4_k);
+    // With the allocator's share and the margin of a prediction on a CPU.
+    let expected = layers as f64 * (4.0 - 144.0 / 256.0) * 1.08 * 1.025 / GIB;
+    assert!((saved / expected - 1.0).abs() < 0.02, "{saved} {expected}");
+}
+
 /// Measured values of LoRAs of Stable Diffusion 1.5 on a CPU, from docs/memory-measurements.md.
 #[test]
 fn lora_memory_is_predicted_within_the_measured_range() {
