@@ -297,9 +297,15 @@ async fn lora_problem(spec: &JobSpec, input: &Input, lora: PathBuf, directory: &
     if !model.exists() {
         return None;
     }
+    let keys = [".model.assistant_lora_path", ".model.inference_lora_path"];
+    let is_of_denoiser = keys.iter().any(|key| input.key.ends_with(key));
     let check = move || {
         aitk_engine::families::check(&model, arch, &parts).ok()?;
-        aitk_engine::adapters::check_lora(&lora, &model, arch, &parts).err()
+        let fits = match is_of_denoiser {
+            true => aitk_engine::adapters::check_denoiser_lora(&lora, &model, arch, &parts),
+            false => aitk_engine::adapters::check_lora(&lora, &model, arch, &parts),
+        };
+        fits.err()
     };
     let error = tokio::task::spawn_blocking(check).await.ok()??;
     Some(error.to_string())

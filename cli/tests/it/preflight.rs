@@ -683,4 +683,38 @@ fn a_lora_that_does_not_fit_the_model_is_refused_before_anything_runs() {
         let (exit, said) = validate(key, "lora/ai_toolkit.safetensors");
         assert_eq!(exit, 0, "{key}: {said}");
     }
+    // These change the denoiser alone.
+    let of_text = home.path().join("text.safetensors");
+    write_text_layers(&fixtures.join("lora/ai_toolkit.safetensors"), &of_text);
+    let of_text = of_text.to_str().unwrap();
+    for key in ["assistant_lora_path", "inference_lora_path"] {
+        let (exit, said) = validate(key, of_text);
+        assert_eq!(exit, 1, "{key}: {said}");
+        assert!(said.contains("layers are of text encoders"), "{key}: {said}");
+        let (exit, said) = validate(key, "lora/ai_toolkit.safetensors");
+        assert_eq!(exit, 0, "{key}: {said}");
+    }
+    let (exit, said) = validate("lora_path", of_text);
+    assert_eq!(exit, 0, "{said}");
+}
+
+/// Writes a LoRA file that has the layers of text encoders of another one.
+fn write_text_layers(source: &Path, target: &Path) {
+    let bytes = std::fs::read(source).unwrap();
+    let (length, rest) = bytes.split_at(8);
+    let length = u64::from_le_bytes(length.try_into().unwrap()) as usize;
+    let (header, numbers) = rest.split_at(length);
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
+    let (mut kept, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, mut entry) in header.into_iter().filter(|(name, _)| name.starts_with("lora_te")) {
+        let [from, to] = [0_usize, 1].map(|end| entry["data_offsets"][end].as_u64().unwrap() as usize);
+        let start = data.len();
+        data.extend_from_slice(&numbers[from..to]);
+        entry["data_offsets"] = serde_json::json!([start, data.len()]);
+        kept.insert(name, entry);
+    }
+    let mut header = serde_json::to_vec(&kept).unwrap();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let length = (header.len() as u64).to_le_bytes();
+    std::fs::write(target, [&length[..], &header, &data].concat()).unwrap();
 }

@@ -5,7 +5,7 @@ use super::file_layer::Site;
 use super::handle::{AdapterHandle, Multiplier};
 use super::names::{LayerIndex, saved_name};
 use crate::error::{EngineError, Result};
-use crate::families::{self, AdapterNames, Part, PartRole};
+use crate::families::{self, AdapterNames, Model, Part, PartRole};
 use crate::nn::{LayerAdapter, LayerMut};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -42,6 +42,40 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
 pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
     let mut model = families::layout(model, arch, parts)?;
     load_file(&mut model.parts(), AdapterFile::open_layout(path)?, 1.0).map(drop)
+}
+
+/// Loads a LoRA file and attaches its layers of the denoiser, for LoRAs that change the denoiser alone.
+///
+/// # Errors
+/// As [`load_lora`], and when all layers of the file are of text encoders.
+pub fn load_denoiser_lora(model: &mut dyn Model, path: &Path, multiplier: f64) -> Result<LoadedAdapter> {
+    load_denoiser_file(model, AdapterFile::open(path)?, multiplier)
+}
+
+/// As [`check_lora`], for LoRAs that change the denoiser alone.
+///
+/// # Errors
+/// As [`load_denoiser_lora`], and when the model cannot be loaded.
+pub fn check_denoiser_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
+    let mut model = families::layout(model, arch, parts)?;
+    load_denoiser_file(&mut *model, AdapterFile::open_layout(path)?, 1.0).map(drop)
+}
+
+/// [`load_denoiser_lora`] of a file that was read.
+fn load_denoiser_file(model: &mut dyn Model, file: AdapterFile, multiplier: f64) -> Result<LoadedAdapter> {
+    if file.modules.iter().all(|module| is_of_text(&module.stem)) {
+        return Err(EngineError::WeightsFile {
+            reason: format!(
+                "all of its {} layers are of text encoders, but `assistant_lora_path` and `inference_lora_path` change the denoiser alone: \
+                 `model.lora_path` changes both",
+                file.modules.len()
+            ),
+            path: file.path.clone(),
+        });
+    }
+    let mut parts = model.parts();
+    parts.retain(|part| part.role == PartRole::Denoiser);
+    load_file(&mut parts, file, multiplier)
 }
 
 /// The layers of the denoiser that a LoRA file changes, by their dotted diffusers paths. Reads configs, names and shapes only. `parts`:

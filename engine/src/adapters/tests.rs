@@ -541,6 +541,34 @@ crate::testing::in_portable_mode! {
     the_multiplier_can_change_at_any_time,
 }
 
+#[test]
+fn a_lora_of_text_encoders_alone_is_none_for_the_denoiser() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, text) = (
+        fixtures().join("lora/ai_toolkit.safetensors"),
+        dir.path().join("text.safetensors"),
+    );
+    let mut tensors = candle_core::safetensors::load(&whole, &Device::Cpu).unwrap();
+    tensors.retain(|name, _| is_of_text(name));
+    candle_core::safetensors::save(&tensors, &text).unwrap();
+    let (folder, arch) = (fixtures().join("tiny_sd"), ArchName::Sd1);
+    let load = |path: &Path| {
+        let mut model = families::load(&folder, arch, &LoadOptions::cpu()).unwrap();
+        load_denoiser_lora(&mut *model, path, 1.0).map(drop)
+    };
+    let check = |path: &Path| check_denoiser_lora(path, &folder, arch, &PartPaths::default());
+    check_lora(&text, &folder, arch, &PartPaths::default()).unwrap();
+    for found in [load(&text), check(&text)] {
+        let error = found.unwrap_err().to_string();
+        assert!(
+            error.contains("layers are of text encoders") && error.contains("`model.lora_path`"),
+            "{error}"
+        );
+    }
+    load(&whole).unwrap();
+    check(&whole).unwrap();
+}
+
 /// `check_lora` reads no numbers, and answers as `load_lora` does.
 #[test]
 fn a_check_answers_as_loading_does() {
