@@ -63,7 +63,7 @@ pub fn check_denoiser_lora(path: &Path, model: &Path, arch: ArchName, parts: &Pa
 
 /// [`load_denoiser_lora`] of a file that was read.
 fn load_denoiser_file(model: &mut dyn Model, file: AdapterFile, multiplier: f64) -> Result<LoadedAdapter> {
-    if file.modules.iter().all(|module| is_of_text(&module.stem)) {
+    if has_text_layers_only(&file) {
         return Err(EngineError::WeightsFile {
             reason: format!(
                 "all of its {} layers are of text encoders, but `assistant_lora_path` and `inference_lora_path` change the denoiser alone: \
@@ -221,6 +221,18 @@ fn without_transformer<'a>(parts: &[Part<'_>], found: &FileLayers, unknown: &'a 
         .filter(|part| part.role.predicts() && part.lora_names == AdapterNames::Peft);
     transformers.find(|part| !found.keys().any(|(id, _)| *id == part.id))?;
     unknown.iter().find(|name| !is_of_text(name))
+}
+
+/// Whether all layers of a LoRA file are of text encoders, by their names.
+///
+/// # Errors
+/// When the file is damaged or not a LoRA.
+pub fn is_text_lora(path: &Path) -> Result<bool> {
+    AdapterFile::open_layout(path).map(|file| has_text_layers_only(&file))
+}
+
+fn has_text_layers_only(file: &AdapterFile) -> bool {
+    file.modules.iter().all(|module| is_of_text(&module.stem))
 }
 
 /// Whether a name in a LoRA file is one of a text encoder.

@@ -49,8 +49,8 @@ pub use dropout::Dropout;
 pub use file_layer::{AdapterModule, FileLayer, Site};
 pub use handle::{AdapterHandle, AdapterPass, Multiplier};
 pub use load::{
-    LoadedAdapter, adapted_layers, check_denoiser_lora, check_lora, is_of_text, load_denoiser_lora, load_lora,
-    load_text_lora,
+    LoadedAdapter, adapted_layers, check_denoiser_lora, check_lora, is_of_text, is_text_lora, load_denoiser_lora,
+    load_lora, load_text_lora,
 };
 pub use locon::Locon;
 pub use loha::Loha;

@@ -44,7 +44,7 @@ use super::rate::Progress;
 use super::run_folder::RunFolder;
 use super::step_recorder::{Measured, StepRecorder};
 use super::tensorboard;
-use crate::adapters::{is_of_text, load_lora};
+use crate::adapters::{is_of_text, is_text_lora, load_lora};
 use crate::checkpointing::Checkpointing;
 use crate::device;
 use crate::error::{EngineError, Result};
@@ -142,10 +142,20 @@ impl<'a> Run<'a> {
         } = cx.load_model(&process.model, &compute, target::weight_changes(process), prompts)?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
-            let mut loaded = load_lora(&mut model.parts(), &path, 1.0)?;
             // The prompts were encoded with its layers of the text encoders.
-            loaded.unknown.retain(|name| !(without_text && is_of_text(name)));
-            cx.log_loaded_lora(&path, &loaded);
+            if without_text && is_text_lora(&path)? {
+                cx.log(
+                    "info",
+                    format!(
+                        "{}: a LoRA of text encoders alone; the prompts were encoded with it",
+                        path.display()
+                    ),
+                );
+            } else {
+                let mut loaded = load_lora(&mut model.parts(), &path, 1.0)?;
+                loaded.unknown.retain(|name| !(without_text && is_of_text(name)));
+                cx.log_loaded_lora(&path, &loaded);
+            }
         }
 
         let switched_loras = SwitchedLoras::load(process, &mut *model, cx)?;

@@ -1,6 +1,7 @@
 //! Prompts that are encoded before the model is loaded: the same results, files that are checked, text encoders that go.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use crate::adapters::is_of_text;
 use crate::families::{self, Conditioning, LoadOptions, PartRole, Prompt, TextEmbeddings};
 use crate::testing::{
     copy_folder, fixtures, in_portable_mode, runs_all_cases, sampled_cases, schnell_folder, zimage_folder,
@@ -280,6 +281,25 @@ fn loras_of_training_or_samples_alone_change_no_text_encoder() {
         });
         assert!(plain == cached, "{:?} and {:?}", plain.losses, cached.losses);
     }
+}
+
+#[test]
+fn a_lora_of_text_encoders_alone_changes_the_prompts_that_are_encoded_before() {
+    let files = tempfile::tempdir().unwrap();
+    let lora = files.path().join("text.safetensors");
+    let mut tensors = candle_core::safetensors::load(fixtures().join(LORAS[0]), &Device::Cpu).unwrap();
+    tensors.retain(|name, _| is_of_text(name));
+    candle_core::safetensors::save(&tensors, &lora).unwrap();
+    let run = |lora: Option<&Path>, caches: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = family(dir.path(), FAMILIES[0], 2);
+        process.model.lora_path = lora.map(|path| path.display().to_string());
+        process.train.cache_text_embeddings = caches;
+        trained(dir.path(), &process)
+    };
+    let [plain, cached] = [false, true].map(|caches| run(Some(lora.as_path()), caches));
+    assert!(plain == cached, "{:?} and {:?}", plain.losses, cached.losses);
+    assert!(plain != run(None, false), "it changed nothing");
 }
 
 #[test]
