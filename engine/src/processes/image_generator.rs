@@ -7,7 +7,8 @@ use crate::device;
 use crate::error::{EngineError, Result};
 use crate::families::Model;
 use crate::image_io;
-use aitk_common::fsutil;
+use aitk_common::fsutil::{self, regular};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::prompt::ImageRequest;
 use aitk_common::job::{JobSpec, ProcessKind, naming};
@@ -70,6 +71,13 @@ struct FinishedRecord {
     images: BTreeMap<u64, String>,
 }
 
+impl FinishedRecord {
+    /// Reads a record. The file may be anything: the folder is the user's.
+    fn read(file: &Path) -> Option<Self> {
+        serde_json::from_slice(&regular::read(file, MAX_TEXT_FILE_BYTES).ok()?).ok()
+    }
+}
+
 impl FinishedImages {
     /// Reads the record of this job and process in `folder`, if there is one.
     pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize) -> Result<Self> {
@@ -81,10 +89,7 @@ impl FinishedImages {
             &process_hash[..12]
         ));
         // With a damaged record the images are generated again, nothing else.
-        let mut record: FinishedRecord = std::fs::read(&file)
-            .ok()
-            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
-            .unwrap_or_default();
+        let mut record = FinishedRecord::read(&file).unwrap_or_default();
         record.images.retain(|_, name| {
             if name.contains(['/', '\\']) {
                 return false;
@@ -226,6 +231,19 @@ mod tests {
     use super::*;
     use aitk_common::job::generate::GenerateConfig;
     use aitk_common::job::prompt::PromptFlags;
+
+    #[test]
+    fn a_record_that_is_too_long_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("record.json");
+        let mut text = br#"{"pictures": {"3": "a.png"}}"#.to_vec();
+        std::fs::write(&file, &text).unwrap();
+        assert_eq!(FinishedRecord::read(&file).unwrap().images[&3], "a.png");
+        text.resize(MAX_TEXT_FILE_BYTES as usize + 1, b' ');
+        std::fs::write(&file, &text).unwrap();
+        assert!(FinishedRecord::read(&file).is_none());
+        assert!(FinishedRecord::read(folder.path()).is_none());
+    }
 
     #[test]
     fn a_saved_prompt_gives_the_request_again() {
