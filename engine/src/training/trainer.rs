@@ -545,13 +545,21 @@ impl Trainer {
         }
         self.accumulated = match state.remove("gradients") {
             None => None,
-            Some(mut grads) => Some(
-                self.options
-                    .params
-                    .iter()
-                    .map(|p| grads.remove(&p.name).map(|g| g.to_device(p.var.device())).transpose())
-                    .collect::<candle_core::Result<_>>()?,
-            ),
+            Some(mut grads) => {
+                let gradient = |p: &Param| match grads.remove(&p.name) {
+                    None => Ok(None),
+                    Some(gradient) if gradient.shape() == p.var.shape() => {
+                        Ok(Some(gradient.to_device(p.var.device())?))
+                    }
+                    Some(gradient) => Err(EngineError::bad_input(format!(
+                        "the checkpoint's gradient of `{}` has shape {:?}, this job needs {:?}",
+                        p.name,
+                        gradient.dims(),
+                        p.var.dims()
+                    ))),
+                };
+                Some(self.options.params.iter().map(gradient).collect::<Result<_>>()?)
+            }
         };
         Ok(())
     }

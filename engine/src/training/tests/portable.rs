@@ -235,6 +235,21 @@ fn a_scaled_loss_keeps_small_gradients_and_skips_steps_that_overflow() {
 }
 
 #[test]
+fn gradients_of_another_shape_are_refused() {
+    let mut trainer = trainer_of_one();
+    let var = trainer.params()[0].var.clone();
+    trainer.accumulate(|| Ok(var.as_tensor().sum_all()?)).unwrap();
+    trainer.finish_step(0, false).unwrap();
+    let (state, _) = trainer.state().unwrap();
+    let mut state: BTreeMap<_, _> = state.into_iter().map(|(role, map)| (role.to_owned(), map)).collect();
+    trainer_of_one().restore_state(state.clone(), 0).unwrap();
+    let other = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+    state.get_mut("gradients").unwrap().insert("x".into(), other);
+    let error = trainer_of_one().restore_state(state, 0).unwrap_err().to_string();
+    assert!(error.contains("gradient of `x` has shape [2]"), "{error}");
+}
+
+#[test]
 fn scaling_does_not_change_gradients_that_fit() {
     let gradients_with = |scaled: bool| {
         let trainer = trainer_of_one();
