@@ -245,12 +245,17 @@ pub fn to_tensor(image: &RgbImage, device: &Device) -> Result<Tensor> {
 /// Converts a tensor [b, 3, height, width] in -1 ..= 1 to images, rounded as diffusers' `postprocess` rounds.
 ///
 /// # Errors
-/// When the tensor has another shape.
+/// When the tensor has another shape, or images without pixels.
 pub fn from_tensor(images: &Tensor) -> Result<Vec<RgbImage>> {
     let (batch, channels, height, width) = images.dims4()?;
     if channels != 3 {
         return Err(EngineError::Internal(format!(
             "expected images of 3 channels, found {channels}"
+        )));
+    }
+    if height == 0 || width == 0 {
+        return Err(EngineError::Internal(format!(
+            "expected images with pixels, found {width} x {height}"
         )));
     }
     let data = images

@@ -258,3 +258,14 @@ fn a_cut_jpeg_with_a_thumbnail_is_found() {
         assert!(is_cut(&photo[..end]), "{end} of {}", photo.len());
     }
 }
+
+#[test]
+fn tensors_without_pixels_are_no_images() {
+    for shape in [(1, 3, 0, 8), (1, 3, 8, 0), (2, 3, 0, 0)] {
+        let images = Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let error = from_tensor(&images).unwrap_err().to_string();
+        assert!(error.contains("with pixels"), "{shape:?}: {error}");
+    }
+    let none = Tensor::zeros((0, 3, 8, 8), candle_core::DType::F32, &Device::Cpu).unwrap();
+    assert!(from_tensor(&none).unwrap().is_empty());
+}
