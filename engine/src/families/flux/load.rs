@@ -179,7 +179,11 @@ fn check_widths(parts: &Parts) -> Result<()> {
     let widths = [
         ("text encoder gives", clip.hidden_size, flux.pooled_projection_dim),
         ("second text encoder gives", t5.d_model, flux.joint_attention_dim),
-        ("autoencoder's tokens have", 4 * vae.latent_channels, flux.in_channels),
+        (
+            "autoencoder's tokens have",
+            vae.latent_channels.saturating_mul(4),
+            flux.in_channels,
+        ),
     ];
     for (path, (what, found, expected)) in paths.iter().zip(widths) {
         if found != expected {

@@ -18,7 +18,7 @@ pub struct FluxSizes {
 }
 
 impl FluxSizes {
-    /// Features of a token.
+    /// Features of a token. The transformer checks the product of its config.
     #[must_use]
     pub fn width(&self) -> usize {
         self.heads * self.head_width

@@ -174,3 +174,13 @@ fn axes_that_are_not_those_of_a_head_are_errors() {
         assert!(error.contains("axes_dims_rope"), "{error}");
     }
 }
+
+#[test]
+fn a_width_that_does_not_fit_into_a_number_is_an_error() {
+    let folder = fixtures().join("tiny_flux/transformer");
+    let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+    let mut config: FluxConfig = config::read(&folder.join("config.json")).unwrap();
+    config.num_attention_heads = usize::MAX / 2;
+    let error = FluxTransformer2DModel::new(&weights, &config).unwrap_err().to_string();
+    assert!(error.contains("is too large"), "{error}");
+}

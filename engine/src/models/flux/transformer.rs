@@ -124,7 +124,12 @@ impl FluxTransformer2DModel {
                 config.in_channels, config.patch_size
             )));
         }
-        let width = sizes.width();
+        let Some(width) = sizes.heads.checked_mul(sizes.head_width) else {
+            return Err(weights.config_error(format!(
+                "num_attention_heads {} times attention_head_dim {} is too large",
+                sizes.heads, sizes.head_width
+            )));
+        };
         let embed = weights.pp("time_text_embed");
         let embedder = |name: &str, inputs| Embedder::new(&embed.pp(name), inputs, width);
         let double = weights.pp("transformer_blocks");

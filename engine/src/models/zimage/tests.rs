@@ -150,6 +150,7 @@ fn inputs_and_configs_that_do_not_fit_are_errors() {
     let half = 1_usize << (usize::BITS - 1);
     assert!(refused(&|c| c.axes_dims = vec![half, half, 16]).contains("add up"));
     assert!(refused(&|c| c.n_heads = 0).contains("heads"));
+    assert!(refused(&|c| c.in_channels = usize::MAX / 2).contains("in_channels"));
     assert!(refused(&|c| c.n_layers = 3).contains("layers.2"));
 }
 

@@ -146,7 +146,10 @@ impl ZImageTransformer2DModel {
             return Err(weights.config_error(reason.into()));
         }
         let (widths, positions) = config.axes().map_err(|reason| weights.config_error(reason))?;
-        let (width, token) = (config.dim, PATCH * PATCH * config.in_channels);
+        let Some(token) = config.in_channels.checked_mul(PATCH * PATCH) else {
+            return Err(weights.config_error(format!("in_channels {} is too large", config.in_channels)));
+        };
+        let width = config.dim;
         let sizes = Sizes {
             width,
             heads: config.n_heads,
