@@ -2,11 +2,18 @@
 
 use crate::failure::Failure;
 use aitk_common::security::server_certificate::ServerCertificate;
+use std::future::Future;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::path::Path;
+use std::time::Duration;
+
+/// How long all names together may take to look up. A resolver that does not answer takes this long for one name.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
+/// How many names are looked up. A certificate may have any number.
+const MAX_LOOKUPS: usize = 16;
 
 /// The host in the address of a coordinator that listens at `bind`. With TLS it is one that the certificate is valid for: the address, or
-/// else `localhost`, a name of the certificate, or the name of this machine, where that leads to the coordinator.
+/// else `localhost`, the name of this machine, or a name of the certificate, where that leads to the coordinator.
 ///
 /// # Errors
 /// When the certificate is valid for none of them: worker and commands would refuse it.
@@ -30,12 +37,14 @@ pub(crate) async fn host_of(bind: IpAddr, certificate: Option<&Path>) -> Result<
         return Ok(host);
     }
     let names = certificate.host_names();
-    let candidates = ["localhost".to_owned()].into_iter().chain(names.iter().cloned());
-    for name in candidates.chain([aitk_worker::host_name()]) {
+    let candidates = ["localhost".to_owned(), aitk_worker::host_name()].into_iter();
+    let candidates: Vec<String> = candidates
+        .chain(names.iter().cloned())
         // A name with a wildcard is no host.
-        if !name.contains('*') && certificate.is_valid_for(&name) && leads_to(&name, bind).await {
-            return Ok(name);
-        }
+        .filter(|name| !name.contains('*') && certificate.is_valid_for(name))
+        .collect();
+    if let Some(name) = find_name(candidates, LOOKUP_TIMEOUT, |name| leads_to(name, bind)).await {
+        return Ok(name);
     }
     let named = match names.first() {
         Some(_) => format!("is for {}", names.join(", ")),
@@ -54,8 +63,25 @@ pub(crate) async fn host_of(bind: IpAddr, certificate: Option<&Path>) -> Result<
     .hint(format!("or use a certificate that is also valid for localhost or {ip}")))
 }
 
+/// The first of these names that leads to the coordinator. Only the first names are looked up, all of them within `limit`.
+async fn find_name<F: Future<Output = bool>>(
+    names: Vec<String>,
+    limit: Duration,
+    leads_here: impl Fn(String) -> F,
+) -> Option<String> {
+    let find = async {
+        for name in names.into_iter().take(MAX_LOOKUPS) {
+            if leads_here(name.clone()).await {
+                return Some(name);
+            }
+        }
+        None
+    };
+    tokio::time::timeout(limit, find).await.ok().flatten()
+}
+
 /// Whether a name leads to this machine, and to a listener at this address of it.
-async fn leads_to(name: &str, bind: IpAddr) -> bool {
+async fn leads_to(name: String, bind: IpAddr) -> bool {
     let Ok(found) = tokio::net::lookup_host((name, 0)).await else {
         return false;
     };
@@ -72,6 +98,7 @@ async fn leads_to(name: &str, bind: IpAddr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     /// The host of a coordinator that listens at `bind`, with a certificate for these names.
     async fn host(folder: &Path, bind: &str, names: &[&str]) -> Result<String, Failure> {
@@ -80,6 +107,22 @@ mod tests {
         let path = folder.join("cert.pem");
         std::fs::write(&path, made.cert.pem()).unwrap();
         host_of(bind.parse().unwrap(), Some(&path)).await
+    }
+
+    #[tokio::test]
+    async fn names_are_looked_up_for_a_limited_time_and_not_all_of_them() {
+        let names: Vec<String> = (0..100).map(|index| format!("name{index}.lab")).collect();
+        let looked_up = AtomicUsize::new(0);
+        let none = find_name(names.clone(), LOOKUP_TIMEOUT, |_| {
+            looked_up.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(false)
+        });
+        assert_eq!(none.await, None);
+        assert_eq!(looked_up.load(Ordering::Relaxed), MAX_LOOKUPS);
+        let short = Duration::from_millis(10);
+        assert_eq!(find_name(names.clone(), short, |_| std::future::pending()).await, None);
+        let third = find_name(names, LOOKUP_TIMEOUT, |name| std::future::ready(name == "name2.lab"));
+        assert_eq!(third.await.as_deref(), Some("name2.lab"));
     }
 
     #[tokio::test]
