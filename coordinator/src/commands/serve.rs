@@ -145,10 +145,16 @@ pub(crate) struct ServeArgs {
 }
 
 impl ServeArgs {
+    /// The names without empty ones: an empty `AITK_HOSTNAMES` has one.
+    fn hostnames(&self) -> Vec<String> {
+        let names = self.hostnames.iter().map(|name| name.trim());
+        names.filter(|name| !name.is_empty()).map(str::to_owned).collect()
+    }
+
     /// The options that were given and have no effect without an authority (`init`).
     fn authority_options(&self) -> Vec<&'static str> {
         let options = [
-            (!self.hostnames.is_empty(), "--hostname"),
+            (!self.hostnames().is_empty(), "--hostname"),
             (self.allow_worker_tokens, "--allow-worker-tokens"),
             (self.worker_cert_days != WORKER_CERT_DAYS, "--worker-cert-days"),
         ];
@@ -158,6 +164,7 @@ impl ServeArgs {
 
     fn config(self) -> anyhow::Result<Config> {
         let authority_options = self.authority_options();
+        let hostnames = self.hostnames();
         let data_dir = match self.data_dir {
             Some(path) => path,
             None => default_data_dir()?,
@@ -192,7 +199,7 @@ impl ServeArgs {
                 .map(|(cert, key)| TlsFiles { cert, key }),
             // An existing folder without a certificate is damaged; the start reports it.
             pki: authority.exists().then(|| PkiConfig {
-                hostnames: self.hostnames,
+                hostnames,
                 worker_life: days(self.worker_cert_days),
                 allow_worker_tokens: self.allow_worker_tokens,
                 ..PkiConfig::new(authority)
@@ -346,6 +353,17 @@ mod tests {
     struct Program {
         #[command(flatten)]
         serve: ServeArgs,
+    }
+
+    #[test]
+    fn empty_names_are_left_out() {
+        let serve = |names: &str| {
+            Program::try_parse_from(["aitk-coordinator", "--hostname", names])
+                .unwrap()
+                .serve
+        };
+        assert!(serve("").hostnames().is_empty() && serve(" , ").authority_options().is_empty());
+        assert_eq!(serve("gpu.lab, ,10.1.2.3 ").hostnames(), ["gpu.lab", "10.1.2.3"]);
     }
 
     #[test]
