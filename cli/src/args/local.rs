@@ -118,7 +118,8 @@ pub struct ConvertArgs {
     /// Number format: float32, float16, bfloat16 [default: that of INPUT]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<String>,
-    /// Highest rank. Layers of a higher rank, and those of other types, become LoRAs of this rank
+    /// Highest rank. Layers of a higher rank, and those of other types, become LoRAs of this rank. Layers that PROGRAM has as one,
+    /// such as q, k and v, have the sum of their ranks
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16384))]
     pub rank: Option<u32>,
     /// Overwrite an existing file

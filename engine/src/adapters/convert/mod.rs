@@ -42,7 +42,9 @@ pub struct Conversion {
     pub dialect: Dialect,
     /// The number format; `None`: that of the file.
     pub dtype: Option<SaveDType>,
-    /// The highest rank: layers of a higher one, and of other types than LoRA, become LoRAs of this rank, by singular values.
+    /// The highest rank of a layer of the model: layers of a higher one, and of other types than LoRA, become LoRAs of this rank, by
+    /// singular values. A layer of the file that joins several of them (q, k and v; in FLUX.1 the MLP too) has the sum of their ranks,
+    /// because they have different `down` matrices.
     pub rank: Option<usize>,
 }
 
