@@ -55,6 +55,9 @@ section! {
         /// Larger convolutions have Tucker's decomposition: a third matrix, with the kernel, between the two others, as LyCORIS'
         /// `use_tucker`. For `lora`, `locon`, `lokr` and `loha`.
         use_cp: bool = false, Works;
+        /// The scale is alpha / sqrt(rank) in place of alpha / rank, as LyCORIS' `rs_lora` (ours). Not for `fullrank`, nor for models with a
+        /// transformer.
+        rs_lora: bool = false, Works;
         /// U-Nets: train the first and the last convolution themselves beside the network.
         full_train_in_out: bool = false, Works;
         /// Skip layers with fewer weights and biases.
@@ -241,6 +244,7 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     check_dropout(network, cx);
     check_tucker(network, cx);
+    check_rank_stabilised(network, cx);
     check_layer_ranks(network, cx);
     check_ranks_of_file(network, cx);
     if network.kind == NetworkType::Lokr {
@@ -266,6 +270,31 @@ fn check_tucker(network: &NetworkConfig, cx: &mut ReadContext) {
         }
         _ if network.conv.is_none() && network.layer_ranks.is_empty() && !network.ranks_of_pretrained_lora => {
             cx.warn_at(key, "has no effect without `conv`, the rank of larger convolutions");
+        }
+        _ => {}
+    }
+}
+
+fn check_rank_stabilised(network: &NetworkConfig, cx: &mut ReadContext) {
+    if !network.network_kwargs.rs_lora {
+        return;
+    }
+    let key = "network_kwargs.rs_lora";
+    match network.kind {
+        NetworkType::Fullrank => {
+            cx.error_at(key, "has no effect on `type: fullrank`, which has no ranks: remove it");
+        }
+        NetworkType::Lokr if network.lokr_full_rank => {
+            cx.warn_at(
+                key,
+                "has no effect with `lokr_full_rank: true`, whose matrices have no rank",
+            );
+        }
+        _ if network.ranks_of_pretrained_lora => {
+            cx.error_at(
+                key,
+                "cannot be used together with `ranks_of_pretrained_lora`, whose file has the alphas: remove one of them",
+            );
         }
         _ => {}
     }

@@ -20,6 +20,25 @@ fn problem(kind: &str, keys: &str) -> Option<String> {
 }
 
 #[test]
+fn a_rank_stabilised_scale_needs_ranks() {
+    let on = "network_kwargs: {rs_lora: true}";
+    for kind in ["lora", "dora", "loha", "locon", "lokr"] {
+        assert_eq!(problem(kind, on), None, "{kind}");
+    }
+    let found = problem("fullrank", on).unwrap();
+    assert!(
+        found.contains("network.network_kwargs.rs_lora: has no effect on `type: fullrank`"),
+        "{found}"
+    );
+    let file = format!("ranks_of_pretrained_lora: true, pretrained_lora_path: a.safetensors, {on}");
+    let found = problem("lora", &file).unwrap();
+    assert!(
+        found.contains("rs_lora: cannot be used together with `ranks_of_pretrained_lora`"),
+        "{found}"
+    );
+}
+
+#[test]
 fn ranks_of_layers_need_a_network_with_ranks() {
     let ranks = "layer_ranks: [{contains: attn1, linear: 0, conv_alpha: 2}]";
     let file = "ranks_of_pretrained_lora: true, pretrained_lora_path: a.safetensors";

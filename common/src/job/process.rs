@@ -158,6 +158,16 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         report.error(join(path, "network.network_kwargs.full_train_in_out"), message);
     }
     if let Some(network) = &process.network
+        && network.network_kwargs.rs_lora
+        && !(network.kind == NetworkType::Lokr && network.old_lokr_format)
+        && arch.is_flow()
+    {
+        let message = format!(
+            "`arch: {arch}` has a transformer, whose adapters have the scale 1 and no alpha in their files: remove the key"
+        );
+        report.error(join(path, "network.network_kwargs.rs_lora"), message);
+    }
+    if let Some(network) = &process.network
         && arch.is_flow()
     {
         let kwargs = &network.network_kwargs;

@@ -60,7 +60,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
         "bypass_mode",
         "aitk adds the adapter to the weight's result, as LyCORIS does without this argument",
     ),
-    ("rs_lora", "aitk scales by alpha / rank"),
     (
         "decompose_both",
         "aitk splits the second matrix of a LoKr only; without influence on one that splits none",
@@ -113,6 +112,7 @@ const TRANSLATED: &[&str] = &[
     "use_tucker",
     "use_cp",
     "use_conv_cp",
+    "rs_lora",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -177,6 +177,10 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         ),
         ("use_cp", "the same"),
         ("use_conv_cp", "the same"),
+        (
+            "rs_lora",
+            "of LyCORIS: `network.network_kwargs.rs_lora`; refused with a LoKr of whole matrices; without influence on networks of sd-scripts",
+        ),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
     let refused = REFUSED_ARGUMENTS
@@ -288,6 +292,13 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             && !splits_nothing(import, &arguments)
         {
             kwargs.insert("use_cp".into(), json!(true));
+        }
+        if arguments.is_on("rs_lora") && splits_nothing(import, &arguments) {
+            let message = "rs_lora: LyCORIS multiplies the whole matrices of this LoKr with sqrt(network_dim) while it trains, and programs \
+                           read its files without that factor: remove it";
+            import.error("network_args", message);
+        } else if arguments.is_on("rs_lora") {
+            kwargs.insert("rs_lora".into(), json!(true));
         }
     } else {
         if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {

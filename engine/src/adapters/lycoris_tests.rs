@@ -453,6 +453,95 @@ fn a_training_keeps_the_strength_of_the_file_it_starts_from() {
     }
 }
 
+/// The Kronecker product of two matrices.
+fn kronecker(first: &Tensor, second: &Tensor) -> Tensor {
+    let ((a, c), (b, d)) = (first.dims2().unwrap(), second.dims2().unwrap());
+    let first = first.reshape((a, 1, c, 1)).unwrap();
+    let second = second.reshape((1, b, 1, d)).unwrap();
+    first.broadcast_mul(&second).unwrap().reshape((a * b, c * d)).unwrap()
+}
+
+/// As LyCORIS' modules with `rs_lora`: the scale is alpha / sqrt(rank), of two whole matrices sqrt(rank). Programs that read alpha / rank,
+/// and 1 for two whole matrices, get the same change.
+#[test]
+fn a_rank_stabilised_network_is_read_as_it_was_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let two = Lokr {
+        factor: Some(2),
+        ..SQUARE
+    };
+    let config = AdapterConfig {
+        rank_stabilised: true,
+        ..config(2, Some(3))
+    };
+    let (q, root) = (
+        "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+        2f64.sqrt(),
+    );
+    let name = format!("lora_unet_{}", q.replace('.', "_"));
+    let alpha = |tensors: &BTreeMap<String, Tensor>, layer: &str| {
+        f64::from(tensors[&format!("{layer}.alpha")].to_scalar::<f32>().unwrap())
+    };
+    let types: [(&dyn AdapterType, bool); 4] = [(&Lora, true), (&Loha, true), (&two, true), (&SQUARE, false)];
+    for (adapter, has_alpha) in types {
+        let mut trained = tiny_sd();
+        let network = attach(adapter, &config, &mut trained);
+        randomise(&network);
+        let params = network.params().into_iter();
+        let params: HashMap<String, Tensor> = params.map(|p| (p.name, p.var.as_detached_tensor())).collect();
+        let matrix = |suffix: &str| params.get(&format!("{name}.{suffix}")).cloned();
+        let product = |left: &str, right: &str| Some(matrix(left)?.matmul(&matrix(right)?).unwrap());
+        let usual = 1.5 / root;
+        let (whole, scale) = if let Some(product) = product("lora_up.weight", "lora_down.weight") {
+            (product, usual)
+        } else if let Some(first) = product("hada_w1_a", "hada_w1_b") {
+            ((first * product("hada_w2_a", "hada_w2_b").unwrap()).unwrap(), usual)
+        } else {
+            let first = matrix("lokr_w1").unwrap();
+            match product("lokr_w2_a", "lokr_w2_b") {
+                Some(second) => (kronecker(&first, &second), usual),
+                None => (kronecker(&first, &matrix("lokr_w2").unwrap()), root),
+            }
+        };
+        let expected = (whole * scale).unwrap();
+        let weight = Weight::Plain(Tensor::zeros(expected.shape(), DType::F32, &Device::Cpu).unwrap());
+        let change = network.layers_by_path()[&("unet", q)].change(&weight).unwrap();
+        let error = gap(&change, &expected) / largest(&expected);
+        assert!(error < 1e-5, "{adapter:?}: {error}");
+
+        let saved = write(&network, &path, DType::F32);
+        if has_alpha {
+            assert!((alpha(&saved, &name) - 1.5 * root).abs() < 1e-6, "{adapter:?}");
+            let conv = alpha(&saved, "lora_unet_conv_in");
+            assert!((conv - 2.5 * 3f64.sqrt()).abs() < 1e-6, "{adapter:?}: {conv}");
+        }
+        let expected = unet(&trained);
+        let mut other = tiny_sd();
+        load_lora(&mut other.parts(), &path, 1.0).unwrap();
+        let mut third = tiny_sd();
+        let resumed = attach(adapter, &config, &mut third);
+        resumed.load(&AdapterFile::open(&path).unwrap()).unwrap();
+        for (model, what) in [(&other, "read"), (&third, "resumed")] {
+            let error = gap(&unet(model), &expected) / largest(&expected);
+            assert!(error < 1e-5, "{adapter:?}, {what}: {error}");
+        }
+    }
+    // The scale of a transformer is 1, but for old names.
+    let old = write(&attach(&OLD, &config, &mut *flux()), &path, DType::F32);
+    let of_old = alpha(&old, "lycoris_transformer_blocks_0_attn_to_q");
+    assert!((of_old - 1.5 * root).abs() < 1e-6, "{of_old}");
+    let error = AdapterNetwork::attach_as(
+        &Lora,
+        &config,
+        None,
+        &mut flux().parts(),
+        &mut TorchGenerator::manual_seed(1),
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("network_kwargs.rs_lora"), "{error}");
+}
+
 in_portable_mode! {
     every_form_of_lokr_changes_a_weight_as_lycoris_does,
     models_with_a_lokr_answer_as_with_lycoris,

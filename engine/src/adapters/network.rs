@@ -37,6 +37,8 @@ pub struct AdapterConfig {
     pub dropout: Dropout,
     /// Larger convolutions have Tucker's decomposition, with a third matrix (LyCORIS' `use_tucker`).
     pub tucker: bool,
+    /// The scale is alpha / sqrt(rank) in place of alpha / rank (LyCORIS' `rs_lora`).
+    pub rank_stabilised: bool,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,
     /// Layers whose name contains one of these strings are not targets. Takes precedence over `only_if_contains`.
@@ -69,6 +71,7 @@ impl Default for AdapterConfig {
             layer_ranks: Vec::new(),
             dropout: Dropout::default(),
             tucker: false,
+            rank_stabilised: false,
             only_if_contains: Vec::new(),
             ignore_if_contains: Vec::new(),
             full_if_contains: Vec::new(),
@@ -160,7 +163,8 @@ impl AdapterConfig {
             },
         };
         let alpha = match part.names {
-            // These names have an alpha beside them.
+            // These names have an alpha beside them. As LyCORIS, so that programs, which take alpha / rank, get the scale.
+            AdapterNames::Kohya if self.rank_stabilised => alpha * (rank as f64).sqrt(),
             AdapterNames::Kohya => alpha,
             AdapterNames::Peft if self.alpha_in_config => alpha,
             // Their files have no alpha, so the scale is 1.
@@ -281,6 +285,13 @@ fn check_config(adapter: &dyn AdapterType, config: &AdapterConfig, parts: &[Part
              model has a transformer: set it to false",
         ));
     }
+    let has_no_alpha = |part: &Part<'_>| part.role.predicts() && Naming::of(part, adapter).names == AdapterNames::Peft;
+    if config.rank_stabilised && parts.iter().any(has_no_alpha) {
+        return Err(EngineError::bad_input(
+            "network.network_kwargs.rs_lora: this model has a transformer, whose adapters have the scale 1 and no alpha in their files: \
+             set it to false",
+        ));
+    }
     for part in parts.iter() {
         adapter.check_names(part.lora_names).map_err(EngineError::bad_input)?;
     }
@@ -359,6 +370,7 @@ impl<'a> NewTargets<'a> {
             alpha,
             dropout: self.config.dropout,
             tucker: self.config.tucker,
+            rank_stabilised: self.config.rank_stabilised,
             handle: &self.handle,
         };
         Ok(Some(adapter.create(new, generator)?))
@@ -382,6 +394,7 @@ impl<'a> NewTargets<'a> {
             alpha: 1.0,
             dropout: self.config.dropout,
             tucker: self.config.tucker,
+            rank_stabilised: self.config.rank_stabilised,
             handle: &self.handle,
         })?)))
     }

@@ -60,6 +60,8 @@ pub struct NewLayer<'a> {
     pub dropout: Dropout,
     /// Whether convolutions have Tucker's decomposition.
     pub tucker: bool,
+    /// Whether the alpha is that of a scale alpha / sqrt(rank), so that it is times sqrt(rank).
+    pub rank_stabilised: bool,
     pub(super) handle: &'a Arc<AdapterHandle>,
 }
 

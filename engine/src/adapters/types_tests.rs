@@ -223,6 +223,7 @@ fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropo
         alpha: 3.0,
         dropout,
         tucker: false,
+        rank_stabilised: false,
         handle: &handle,
     };
     let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -292,6 +293,7 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
                     alpha: 1.5,
                     dropout: Dropout::default(),
                     tucker: false,
+                    rank_stabilised: false,
                     handle: &handle,
                 };
                 let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -449,6 +451,7 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
                 alpha: 1.5,
                 dropout,
                 tucker: false,
+                rank_stabilised: false,
                 handle: &handle,
             };
             let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -545,6 +548,7 @@ fn trained_decompositions_have_the_gradients_of_torch() {
                 alpha: 3.0,
                 dropout: Dropout::default(),
                 tucker,
+                rank_stabilised: false,
                 handle: &handle,
             };
             adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()

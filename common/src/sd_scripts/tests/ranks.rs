@@ -299,6 +299,37 @@ fn convolutions_of_lycoris_have_a_third_matrix() {
     assert!(!decomposes("\"algo=lokr\", \"use_cp=True\", \"full_matrix=True\""));
 }
 
+/// `LokrModule` multiplies whole matrices with sqrt(network_dim), and its own files are read without that.
+#[test]
+fn rank_stabilised_networks_of_lycoris_are_trained_so() {
+    let sd = base(Script::TrainNetwork);
+    let import = |module: &str, lines: &str| {
+        let folder = folder();
+        let text = format!("{sd}network_train_unet_only = true\n{lines}\n").replace("networks.lora", module);
+        import_in(folder.path(), &text, Some(Script::TrainNetwork))
+    };
+    let is_stabilised = |module: &str, arguments: &str| {
+        let imported = import(module, &format!("network_args = [{arguments}]")).unwrap();
+        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
+        network.unwrap().network_kwargs.rs_lora
+    };
+    for algo in ["locon", "loha", "lokr"] {
+        let with = |value: &str| is_stabilised("lycoris.kohya", &format!("\"algo={algo}\", \"rs_lora={value}\""));
+        assert!(with("True") && !with("False"), "{algo}");
+    }
+    assert!(!is_stabilised("networks.lora", "\"rs_lora=True\""));
+    for lines in [
+        "network_args = [\"algo=lokr\", \"rs_lora=True\", \"full_matrix=True\"]",
+        "network_dim = 100000\nnetwork_args = [\"algo=lokr\", \"rs_lora=True\"]",
+    ] {
+        let errors = import("lycoris.kohya", lines).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].message.starts_with("rs_lora: LyCORIS multiplies"),
+            "{lines}: {errors:?}"
+        );
+    }
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");

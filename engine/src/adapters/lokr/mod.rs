@@ -46,8 +46,13 @@ impl AdapterType for Lokr {
         };
         let first = Factor::Full(uniform(a, c)?);
         let is_full = lokr_is_full(new.rank, [b, d]);
+        // LyCORIS multiplies whole matrices with sqrt(rank) too (`rs_lora`).
+        let scale_of_whole = match new.rank_stabilised {
+            true => (new.rank as f64).sqrt(),
+            false => 1.0,
+        };
         let (second, scale) = match is_full {
-            true => (Factor::Full(zeros(&[&[b, d], kernel].concat())?), 1.0),
+            true => (Factor::Full(zeros(&[&[b, d], kernel].concat())?), scale_of_whole),
             false if new.core_kernel().is_some() => {
                 let left = uniform(new.rank, b)?;
                 let taps: usize = kernel.iter().product();

@@ -17,13 +17,20 @@ impl TrainedLayer for LokrLayer {
         params
     }
 
+    /// Programs take 1 for the scale of two whole matrices, whatever the alpha is: another one is multiplied into the second.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
-        let params = self.params().into_iter();
-        let alpha = Tensor::new(self.alpha as f32, &Device::Cpu)?;
-        Ok(params
-            .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
-            .chain([("alpha", alpha)])
-            .collect())
+        let is_whole = matches!((&self.first, &self.second), (Factor::Full(_), Factor::Full(_)));
+        let mut tensors = Vec::new();
+        for (suffix, var) in self.params() {
+            let tensor = var.as_detached_tensor();
+            let tensor = match is_whole && suffix == "lokr_w2" && self.scale != 1.0 {
+                true => (tensor * self.scale)?,
+                false => tensor,
+            };
+            tensors.push((suffix, tensor));
+        }
+        tensors.push(("alpha", Tensor::new(self.alpha as f32, &Device::Cpu)?));
+        Ok(tensors)
     }
 
     fn zeroed(&self) -> Option<Vec<&Var>> {

@@ -200,6 +200,7 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
             module: kwargs.module_dropout.unwrap_or(0.0),
         },
         tucker: kwargs.use_cp,
+        rank_stabilised: kwargs.rs_lora,
         only_if_contains: kwargs
             .only_if_contains
             .as_ref()
@@ -223,6 +224,7 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
         alpha,
         conv_rank: Some(rank),
         conv_alpha: alpha,
+        rank_stabilised: false,
         ..config
     }
 }
