@@ -57,10 +57,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
         "aitk's `type: dora` takes the norm for a constant while training, which LyCORIS does not: use it from a YAML config",
     ),
     (
-        "bypass_mode",
-        "aitk adds the adapter to the weight's result, as LyCORIS does without this argument",
-    ),
-    (
         "decompose_both",
         "aitk splits the second matrix of a LoKr only; without influence on one that splits none",
     ),
@@ -113,6 +109,7 @@ const TRANSLATED: &[&str] = &[
     "use_cp",
     "use_conv_cp",
     "rs_lora",
+    "bypass_mode",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -180,6 +177,10 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         (
             "rs_lora",
             "of LyCORIS: `network.network_kwargs.rs_lora`; refused with a LoKr of whole matrices; without influence on networks of sd-scripts",
+        ),
+        (
+            "bypass_mode",
+            "without influence: the product of the change is computed apart, which gives the same numbers. Refused with a dropout (dropout, network_dropout) and, with algo lora or locon, with rank_dropout: LyCORIS drops other numbers then",
         ),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
@@ -270,9 +271,20 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
         }
     }
     let mut kwargs = Section::new();
-    if let Some(chance) = arguments.chance(import, "rank_dropout") {
+    let is_lora = matches!(algorithm(&arguments).as_str(), "lora" | "locon" | "");
+    let bypasses = is_lycoris && arguments.is_on("bypass_mode");
+    let rank_dropout = arguments.chance(import, "rank_dropout");
+    if bypasses && is_lora && rank_dropout.is_some() {
+        let message = "bypass_mode: LyCORIS drops rows of the first matrix with it, and rank_dropout is one chance for all images of a batch: \
+                       remove one of them";
+        import.error("network_args", message);
+    } else if bypasses && rank_dropout.is_some() && algorithm(&arguments) == "lokr" {
+        import.note(
+            "network_args",
+            "rank_dropout: ignored, as by LyCORIS of a LoKr with bypass_mode",
+        );
+    } else if let Some(chance) = rank_dropout {
         // LyCORIS drops rows of the weight's change.
-        let is_lora = matches!(algorithm(&arguments).as_str(), "lora" | "locon" | "");
         let key = if is_lycoris && is_lora {
             "output_dropout"
         } else {
@@ -504,6 +516,10 @@ fn check_alpha_of_transformer(import: &mut Import<'_>, rank: u64, alpha: f64) {
 /// `LoConModule`, `LohaModule` and `LokrModule` of LyCORIS drop numbers of a layer's input and output in their bypass mode alone.
 const DROPS_NOTHING: &str = "ignored, as by LyCORIS, which drops nothing with it without bypass_mode";
 
+/// And with it numbers of the change's output.
+const DROPS_OUTPUTS: &str =
+    "with bypass_mode LyCORIS drops numbers of the change's output, which aitk does not: remove one of them";
+
 /// The algorithm of a LyCORIS network.
 fn algorithm(arguments: &Arguments) -> String {
     arguments
@@ -545,15 +561,18 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
             format!("preset={}: aitk imports the preset full only", preset.escape_debug()),
         );
     }
-    if arguments.chance(import, "dropout").is_some() {
-        import.note("network_args", format!("dropout: {DROPS_NOTHING}"));
-    }
-    if import
-        .settings
-        .number("network_dropout")
-        .is_some_and(|chance| chance != 0.0)
-    {
-        import.note("network_dropout", DROPS_NOTHING);
+    let bypasses = arguments.is_on("bypass_mode");
+    let of_settings = import.settings.number("network_dropout").unwrap_or(0.0);
+    let of_arguments = arguments.chance(import, "dropout").is_some();
+    for (option, name, is_on) in [
+        ("network_args", "dropout: ", of_arguments),
+        ("network_dropout", "", of_settings != 0.0),
+    ] {
+        if is_on && bypasses {
+            import.error(option, format!("{name}{DROPS_OUTPUTS}"));
+        } else if is_on {
+            import.note(option, format!("{name}{DROPS_NOTHING}"));
+        }
     }
     // Convolutions are trained too, without conv_dim with the rank of the linear layers; with 0 only those of 1 x 1, as these layers.
     let conv = arguments.number(import, "conv_dim").unwrap_or(rank as f64);
@@ -572,6 +591,15 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
         if arguments.get("decompose_both").is_some_and(is_false) && !splits_nothing(import, arguments) {
             let message = "decompose_both: LyCORIS takes any text for True, also this one, and splits the first matrix of layers that are large \
                            enough; aitk splits none";
+            import.note("network_args", message);
+        }
+        let has_scale_1 = |alpha: f64, rank: f64| alpha == 0.0 || alpha == rank;
+        if bypasses
+            && !splits_nothing(import, arguments)
+            && !(has_scale_1(alpha, rank as f64) && (conv <= 0.0 || has_scale_1(conv_alpha, conv)))
+        {
+            let message = "bypass_mode: aitk multiplies a LoKr with alpha / dim, as LyCORIS 4; LyCORIS 3 leaves that out with bypass_mode while \
+                           it trains";
             import.note("network_args", message);
         }
         let factor = arguments.number(import, "factor").unwrap_or(-1.0);

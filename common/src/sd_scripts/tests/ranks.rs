@@ -330,6 +330,63 @@ fn rank_stabilised_networks_of_lycoris_are_trained_so() {
     }
 }
 
+/// `bypass_forward` of LyCORIS' modules adds the product of the change to that of the weight. What it drops is not what
+/// `_rebuild_forward` drops.
+#[test]
+fn a_change_that_is_computed_apart_is_the_same_without_dropout() {
+    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
+    let import = |lines: &str| {
+        let folder = folder();
+        let text = format!("{sd}network_train_unet_only = true\n{lines}\n");
+        import_in(folder.path(), &text, Some(Script::TrainNetwork))
+    };
+    let network_of = |lines: &str| {
+        let imported = import(lines).unwrap();
+        let has_note = |part: &str| imported.notes.iter().any(|note| note.message.contains(part));
+        let notes = [has_note("LyCORIS 3 leaves"), has_note("of a LoKr with bypass_mode")];
+        let job = job(&imported.yaml);
+        (job.process[0].trainer().unwrap().network.clone().unwrap(), notes)
+    };
+    for algo in ["locon", "loha", "lokr"] {
+        for dropout in ["", "\"module_dropout=0.1\", "] {
+            let lines = |bypass: &str| {
+                format!("network_dim = 8\nnetwork_alpha = 2\nnetwork_args = [{dropout}{bypass}\"algo={algo}\"]")
+            };
+            let (plain, _) = network_of(&lines(""));
+            let (apart, notes) = network_of(&lines("\"bypass_mode=True\", "));
+            assert_eq!((apart, notes), (plain, [algo == "lokr", false]), "{algo}");
+        }
+    }
+    let (of_loha, _) = network_of("network_args = [\"algo=loha\", \"bypass_mode=True\", \"rank_dropout=0.2\"]");
+    assert_eq!(of_loha.network_kwargs.rank_dropout, Some(0.2));
+    let lines = "network_dim = 8\nnetwork_alpha = 8\nnetwork_args = [\"algo=lokr\", \"bypass_mode=True\", \"rank_dropout=0.2\"]";
+    let (of_lokr, notes) = network_of(lines);
+    assert_eq!((of_lokr.network_kwargs.rank_dropout, notes), (None, [false, true]));
+    for (lines, key, part) in [
+        (
+            "network_args = [\"bypass_mode=True\", \"rank_dropout=0.2\"]",
+            "network_args",
+            "bypass_mode: LyCORIS drops rows",
+        ),
+        (
+            "network_args = [\"algo=loha\", \"bypass_mode=True\", \"dropout=0.2\"]",
+            "network_args",
+            "dropout: with bypass_mode LyCORIS drops",
+        ),
+        (
+            "network_dropout = 0.2\nnetwork_args = [\"bypass_mode=True\"]",
+            "network_dropout",
+            "with bypass_mode LyCORIS drops",
+        ),
+    ] {
+        let errors = import(lines).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].key == key && errors[0].message.starts_with(part),
+            "{lines}: {errors:?}"
+        );
+    }
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");
