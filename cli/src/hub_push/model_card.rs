@@ -113,9 +113,10 @@ pub(super) fn model_card(name: &str, repo: &str, process: Option<&TrainerProcess
         "\n## Files\n\nThe weights are safetensors files: [download them](/{repo}/tree/main) for ComfyUI, AUTOMATIC1111 and others."
     );
     let weights = format!("{name}.safetensors");
+    // diffusers leaves out the magnitudes of `dora_wd`.
     let is_plain_lora = process
         .and_then(|process| process.network.as_ref())
-        .is_some_and(|network| network.kind == NetworkType::Lora);
+        .is_some_and(|network| network.kind == NetworkType::Lora && !network.network_kwargs.dora_wd);
     if let Some(base) = base.filter(|_| is_plain_lora && files.iter().any(|file| file.name == weights)) {
         let prompt = widgets
             .first()

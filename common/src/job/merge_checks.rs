@@ -36,6 +36,12 @@ impl TrainerProcess {
                 "cannot be used with `network.type: dora`, which ai-toolkit does not merge either: use `lora`",
             );
         }
+        if network.network_kwargs.dora_wd {
+            cx.error_at(
+                KEY,
+                "cannot be used together with `network.network_kwargs.dora_wd`, whose magnitudes cannot start anew: set it to false",
+            );
+        }
         if train.ema_config.use_ema {
             cx.error_at(
                 KEY,

@@ -58,6 +58,11 @@ section! {
         /// The scale is alpha / sqrt(rank) in place of alpha / rank, as LyCORIS' `rs_lora` (ours). Not for `fullrank`, nor for models with a
         /// transformer.
         rs_lora: bool = false, Works;
+        /// The weight with its change is normalised and multiplied with trained magnitudes, as LyCORIS' `dora_wd` (ours). Unlike `type: dora`,
+        /// the norms get gradients. For `lora` and `locon` of U-Nets, and for `lokr` and `loha`.
+        dora_wd: bool = false, Works;
+        /// With `dora_wd`: a magnitude for each output of a layer; false: for each input.
+        wd_on_out: bool = true, Works;
         /// U-Nets: train the first and the last convolution themselves beside the network.
         full_train_in_out: bool = false, Works;
         /// Skip layers with fewer weights and biases.
@@ -245,6 +250,7 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     check_dropout(network, cx);
     check_tucker(network, cx);
     check_rank_stabilised(network, cx);
+    check_weight_decomposition(network, cx);
     check_layer_ranks(network, cx);
     check_ranks_of_file(network, cx);
     if network.kind == NetworkType::Lokr {
@@ -297,6 +303,46 @@ fn check_rank_stabilised(network: &NetworkConfig, cx: &mut ReadContext) {
             );
         }
         _ => {}
+    }
+}
+
+fn check_weight_decomposition(network: &NetworkConfig, cx: &mut ReadContext) {
+    let (kind, kwargs) = (network.kind, &network.network_kwargs);
+    if !kwargs.dora_wd {
+        if !kwargs.wd_on_out {
+            cx.warn_at("network_kwargs.wd_on_out", "has no effect without `dora_wd: true`");
+        }
+        return;
+    }
+    let key = "network_kwargs.dora_wd";
+    match kind {
+        NetworkType::Dora => {
+            cx.error_at(
+                key,
+                "`type: dora` has magnitudes already: remove the key, or use it with `type: lora`, whose norms get gradients then",
+            );
+        }
+        NetworkType::Fullrank => {
+            cx.error_at(key, "a network of `type: fullrank` has no magnitudes: remove it");
+        }
+        _ => {}
+    }
+    if !matches!(
+        kind,
+        NetworkType::Lora | NetworkType::Lierla | NetworkType::Locon | NetworkType::Lycoris
+    ) {
+        return;
+    }
+    for (dropped, chance) in [
+        ("dropout", network.dropout),
+        ("network_kwargs.rank_dropout", kwargs.rank_dropout),
+    ] {
+        if chance.is_some_and(|chance| chance > 0.0) {
+            cx.error_at(
+                dropped,
+                "cannot be used together with `dora_wd: true`, as in LyCORIS: remove it, or use `output_dropout` or `module_dropout`",
+            );
+        }
     }
 }
 

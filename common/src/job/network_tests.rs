@@ -39,6 +39,40 @@ fn a_rank_stabilised_scale_needs_ranks() {
 }
 
 #[test]
+fn weights_of_types_with_two_factors_are_decomposed() {
+    let on = "network_kwargs: {dora_wd: true, wd_on_out: false, module_dropout: 0.1}";
+    for kind in ["lora", "locon", "lokr", "loha"] {
+        assert_eq!(problem(kind, on), None, "{kind}");
+    }
+    for (kind, keys, expected) in [
+        (
+            "dora",
+            on,
+            "network_kwargs.dora_wd: `type: dora` has magnitudes already",
+        ),
+        (
+            "lora",
+            "dropout: 0.1, network_kwargs: {dora_wd: true}",
+            "network.dropout: cannot be used together with `dora_wd: true`",
+        ),
+        (
+            "locon",
+            "network_kwargs: {dora_wd: true, rank_dropout: 0.1}",
+            "network_kwargs.rank_dropout: cannot be used together with",
+        ),
+    ] {
+        let found = problem(kind, keys).unwrap_or_else(|| panic!("{keys}"));
+        assert!(found.contains(expected), "{found}");
+    }
+    assert_eq!(
+        problem("loha", "network_kwargs: {dora_wd: true, rank_dropout: 0.1}"),
+        None
+    );
+    let of_whole = problem("fullrank", "network_kwargs: {dora_wd: true}").unwrap();
+    assert!(of_whole.contains("has no magnitudes"), "{of_whole}");
+}
+
+#[test]
 fn ranks_of_layers_need_a_network_with_ranks() {
     let ranks = "layer_ranks: [{contains: attn1, linear: 0, conv_alpha: 2}]";
     let file = "ranks_of_pretrained_lora: true, pretrained_lora_path: a.safetensors";

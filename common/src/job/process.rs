@@ -158,6 +158,17 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         report.error(join(path, "network.network_kwargs.full_train_in_out"), message);
     }
     if let Some(network) = &process.network
+        && network.network_kwargs.dora_wd
+        && matches!(network.kind, NetworkType::Lora | NetworkType::Lierla)
+        && arch.is_flow()
+    {
+        let message = format!(
+            "`arch: {arch}` has a transformer, beside whose LoRAs few programs read LyCORIS' magnitudes: use `type: dora`, or `dora_wd` with \
+             `type: lokr` or `loha`"
+        );
+        report.error(join(path, "network.network_kwargs.dora_wd"), message);
+    }
+    if let Some(network) = &process.network
         && network.network_kwargs.rs_lora
         && !(network.kind == NetworkType::Lokr && network.old_lokr_format)
         && arch.is_flow()

@@ -21,7 +21,7 @@ use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes_with_files, sample_sizes};
 use super::shapes::ModelShapes;
 use super::walk::build::{
-    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, WeightTotals,
+    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, MagnitudeSide, StoredFractions, WeightTotals,
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
 use crate::job::lora_containers::target_classes;
@@ -269,6 +269,12 @@ impl<'a> Job<'a> {
                 is_full || conv_rank.is_some(),
             ),
             tucker: flag(network, "/network_kwargs/use_cp"),
+            magnitudes: flag(network, "/network_kwargs/dora_wd").then(|| {
+                match network.pointer("/network_kwargs/wd_on_out").and_then(Value::as_bool) {
+                    Some(false) => MagnitudeSide::Inputs,
+                    _ => MagnitudeSide::Outputs,
+                }
+            }),
             norms: flag(network, "/all_layers"),
             whole_in_out: flag(network, "/network_kwargs/full_train_in_out"),
             parameter_threshold: network

@@ -53,10 +53,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("x_mod_dim", "aitk has one rank for all layers"),
     ("train_norm", "aitk does not train norms"),
     (
-        "dora_wd",
-        "aitk's `type: dora` takes the norm for a constant while training, which LyCORIS does not: use it from a YAML config",
-    ),
-    (
         "decompose_both",
         "aitk splits the second matrix of a LoKr only; without influence on one that splits none",
     ),
@@ -74,7 +70,6 @@ const WITHOUT_INFLUENCE: &[&str] = &[
     "disable_conv_cp",
     "block_size",
     "train_on_input",
-    "wd_on_output",
 ];
 
 /// Arguments that are translated.
@@ -110,6 +105,8 @@ const TRANSLATED: &[&str] = &[
     "use_conv_cp",
     "rs_lora",
     "bypass_mode",
+    "dora_wd",
+    "wd_on_output",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -181,6 +178,14 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         (
             "bypass_mode",
             "without influence: the product of the change is computed apart, which gives the same numbers. Refused with a dropout (dropout, network_dropout) and, with algo lora or locon, with rank_dropout: LyCORIS drops other numbers then",
+        ),
+        (
+            "dora_wd",
+            "of LyCORIS: `network.network_kwargs.dora_wd`; refused with bypass_mode; without influence on networks of sd-scripts",
+        ),
+        (
+            "wd_on_output",
+            "with dora_wd: `network.network_kwargs.wd_on_out`; on without it, as in LyCORIS 3 and later",
         ),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
@@ -311,6 +316,15 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             import.error("network_args", message);
         } else if arguments.is_on("rs_lora") {
             kwargs.insert("rs_lora".into(), json!(true));
+        }
+        if arguments.is_on("dora_wd") && bypasses {
+            let message = "dora_wd: with bypass_mode LyCORIS does not decompose the weights: remove one of them";
+            import.error("network_args", message);
+        } else if arguments.is_on("dora_wd") {
+            kwargs.insert("dora_wd".into(), json!(true));
+            if arguments.get("wd_on_output").is_some_and(is_false) {
+                kwargs.insert("wd_on_out".into(), json!(false));
+            }
         }
     } else {
         if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {
@@ -520,6 +534,11 @@ const DROPS_NOTHING: &str = "ignored, as by LyCORIS, which drops nothing with it
 const DROPS_OUTPUTS: &str =
     "with bypass_mode LyCORIS drops numbers of the change's output, which aitk does not: remove one of them";
 
+/// Whether an argument is there with a value that is off.
+fn is_false(argument: &Argument) -> bool {
+    argument.is_off() && !argument.text.is_empty()
+}
+
 /// The algorithm of a LyCORIS network.
 fn algorithm(arguments: &Arguments) -> String {
     arguments
@@ -587,7 +606,6 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
         );
     }
     if kind == "lokr" {
-        let is_false = |argument: &Argument| argument.is_off() && !argument.text.is_empty();
         if arguments.get("decompose_both").is_some_and(is_false) && !splits_nothing(import, arguments) {
             let message = "decompose_both: LyCORIS takes any text for True, also this one, and splits the first matrix of layers that are large \
                            enough; aitk splits none";

@@ -44,7 +44,7 @@ mod whole_layer;
 pub use adapter_file::AdapterFile;
 pub use convert::{Conversion, ConvertedAdapter, Dialect, convert_lora};
 pub use difference::Difference;
-pub use dora::Dora;
+pub use dora::{Dora, WeightDecomposed};
 pub use dropout::Dropout;
 pub use file_layer::{AdapterModule, FileLayer, Site};
 pub use handle::{AdapterHandle, AdapterPass, Multiplier};
@@ -62,7 +62,7 @@ pub use network::{AdapterConfig, AdapterNetwork, LoadReport};
 pub use ranks::{LayerRank, Rank};
 pub use rescale::{RescaledLora, Rescaling, rescale_lora};
 pub use save::{is_finite, lora_file_bytes, python_json, safetensors_bytes};
-pub use trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
+pub use trained_layer::{AdapterType, ChangeFactors, NewLayer, TrainedLayer, Values};
 pub use weight_adapter::WeightAdapter;
 
 #[cfg(test)]

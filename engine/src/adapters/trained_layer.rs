@@ -5,6 +5,7 @@ use super::file_layer::FileLayer;
 use super::handle::AdapterHandle;
 use super::weight_adapter::WeightAdapter;
 use crate::families::{AdapterNames, PartRole};
+use crate::nn::ChangeForm;
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
 use candle_core::{Device, Result, Tensor, Var};
@@ -117,6 +118,15 @@ pub trait TrainedLayer: WeightAdapter {
         None
     }
 
+    /// What makes its change of the weight at strength 1, tracked for gradients if `is_training`. `None`: it is not made of two factors.
+    ///
+    /// # Errors
+    /// When an operation fails.
+    fn change_factors(&self, is_training: bool) -> Result<Option<ChangeFactors>> {
+        let _ = is_training;
+        Ok(None)
+    }
+
     /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for all its matrices (`scale_weight_norms`).
     ///
     /// # Errors
@@ -155,6 +165,17 @@ pub(super) fn limit_norm_of(matrices: &[&Var], norm: &Tensor, max: f64) -> Resul
         matrix.set(&matrix.as_detached_tensor().broadcast_mul(&factor)?)?;
     }
     Ok(())
+}
+
+/// The change of a weight as two factors.
+#[derive(Clone, Debug)]
+pub struct ChangeFactors {
+    /// How they make the change.
+    pub form: ChangeForm,
+    /// The factors, in the shapes of the form.
+    pub factors: [Tensor; 2],
+    /// What their product is multiplied with.
+    pub scale: f64,
 }
 
 /// New values of variables.

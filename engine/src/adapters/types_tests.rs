@@ -267,6 +267,178 @@ fn trained_types_have_the_gradients_of_peft() {
     }
 }
 
+/// As LyCORIS with `weight_decompose`: outputs by its files, and gradients, which go through the norms, by differences of the outputs.
+#[test]
+fn decomposed_weights_are_trained_as_by_lycoris() {
+    let found = tensors("types");
+    let cases = cases(&found);
+    let lora = || -> Box<dyn AdapterType> { Box::new(Lora) };
+    let loha = || -> Box<dyn AdapterType> { Box::new(Loha) };
+    let lokr = |factor| -> Box<dyn AdapterType> {
+        Box::new(Lokr {
+            factor,
+            old_names: false,
+        })
+    };
+    for (case, inner, rank, alpha, on_outputs) in [
+        ("dora_locon_linear", lora(), 3, 2.0, true),
+        ("dora_locon_conv", lora(), 3, 2.0, true),
+        ("dora_locon_pointwise", lora(), 3, 2.0, true),
+        ("dora_locon_inputs_linear", lora(), 3, 2.0, false),
+        ("dora_locon_inputs_conv", lora(), 3, 2.0, false),
+        ("dora_loha_linear", loha(), 2, 2.0, true),
+        ("dora_loha_conv", loha(), 2, 2.0, true),
+        ("dora_lokr_linear", lokr(Some(4)), 2, 1.0, true),
+        ("dora_lokr_conv", lokr(Some(2)), 2, 1.0, true),
+        ("dora_lokr_inputs_linear", lokr(None), 2, 1.0, false),
+    ] {
+        let layer = Layer::of(&found, case);
+        let x = &found[&format!("{case}/x")];
+        let handle = AdapterHandle::new(1.0);
+        let adapter = WeightDecomposed {
+            inner,
+            is_lora: case.contains("locon"),
+            on_outputs,
+        };
+        let create = |dropout: Dropout| {
+            let new = NewLayer {
+                name: "layer".to_owned(),
+                names: AdapterNames::Kohya,
+                weight: &layer.weight,
+                bias: Some(&layer.bias),
+                dims: layer.weight.dims(),
+                device: &Device::Cpu,
+                rank,
+                alpha,
+                dropout,
+                tucker: false,
+                rank_stabilised: false,
+                handle: &handle,
+            };
+            adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
+        };
+        let trained = create(Dropout::default());
+        let plain = layer.forward(x, vec![]);
+        let at_start = layer.forward(x, vec![trained.clone()]);
+        check(&at_start, &plain, 1e-6, &format!("{case} at the start"));
+        let set = |var: &candle_core::Var, value: &Tensor| {
+            var.set(&value.reshape(var.shape()).unwrap().contiguous().unwrap())
+                .unwrap();
+        };
+        for (var, value) in trained.values(&*cases[case]).unwrap().values {
+            set(var, &value);
+        }
+        for strength in ["1", "0.5", "-0.7"] {
+            handle.multiplier.set(strength.parse().unwrap());
+            let expected = &found[&format!("{case}/y/{strength}")];
+            let what = format!("{case} at {strength}");
+            check(&layer.forward(x, vec![trained.clone()]), expected, 5e-6, &what);
+            let added = trained.apply(&layer.base(), x, plain.clone()).unwrap();
+            check(&added, expected, 5e-6, &format!("{what}, added to the output"));
+            let changed = (layer.weight.dense().unwrap() + trained.change(&layer.weight).unwrap()).unwrap();
+            let changed = Layer {
+                weight: Weight::Plain(changed),
+                bias: layer.bias.clone(),
+                ..layer
+            };
+            check(
+                &changed.forward(x, vec![]),
+                expected,
+                5e-6,
+                &format!("{what}, in the weight"),
+            );
+        }
+
+        handle.multiplier.set(0.8);
+        handle.set_training(Some("seed"));
+        let mut generator = TorchGenerator::manual_seed(3);
+        let mut random = |like: &Tensor| {
+            let numbers = generator.randn(like.elem_count());
+            Tensor::from_vec(numbers, like.shape(), &Device::Cpu).unwrap()
+        };
+        let probe = random(&plain);
+        let products = || (layer.forward(x, vec![trained.clone()]) * &probe).unwrap();
+        let (_, gradients) = autograd::gradients(|| products().sum_all()).unwrap();
+        for (name, var) in trained.params() {
+            let gradient = gradients.get(var.as_tensor()).unwrap().clone();
+            let (start, direction) = (var.as_detached_tensor().copy().unwrap(), random(&gradient));
+            let sum = |t: &Tensor| -> f64 {
+                let sum = t.to_dtype(DType::F64).unwrap().sum_all().unwrap();
+                sum.to_scalar().unwrap()
+            };
+            let analytic = sum(&(&gradient * &direction).unwrap());
+            let moved = |step: f64| {
+                set(var, &(&start + (&direction * step).unwrap()).unwrap());
+                sum(&products())
+            };
+            let numeric = (moved(4e-3) - moved(-4e-3)) / 8e-3;
+            set(var, &start);
+            let error = (analytic - numeric).abs() / analytic.abs().max(1.0);
+            assert!(error < 2e-2, "{case}: {name}: {analytic} against {numeric}");
+        }
+        let module = create(Dropout {
+            module: 0.9999,
+            ..Dropout::default()
+        });
+        set(module.params()[0].1, trained.params()[0].1.as_tensor());
+        assert_eq!(gap(&layer.forward(x, vec![module]), &plain), 0.0, "{case}");
+
+        handle.set_training(None);
+        handle.multiplier.set(1.0);
+        let saved = trained.saved().unwrap().into_iter();
+        let saved: Tensors = saved
+            .map(|(suffix, tensor)| (format!("layer.{suffix}"), tensor))
+            .collect();
+        let read = &layers(&saved)["layer"];
+        assert_eq!(read.kind(), "DoRA");
+        let again = layer.adapter(&**read, &AdapterHandle::new(1.0));
+        let expected = &found[&format!("{case}/y/1")];
+        check(
+            &layer.forward(x, vec![again]),
+            expected,
+            5e-6,
+            &format!("{case} read again"),
+        );
+        // Magnitudes of the other side, or none.
+        let other = WeightDecomposed {
+            inner: lora(),
+            is_lora: true,
+            on_outputs: !on_outputs,
+        };
+        if case.contains("locon") {
+            let new = |adapter: &dyn AdapterType| {
+                let new = NewLayer {
+                    name: "layer".to_owned(),
+                    names: AdapterNames::Kohya,
+                    weight: &layer.weight,
+                    bias: Some(&layer.bias),
+                    dims: layer.weight.dims(),
+                    device: &Device::Cpu,
+                    rank,
+                    alpha,
+                    dropout: Dropout::default(),
+                    tucker: false,
+                    rank_stabilised: false,
+                    handle: &handle,
+                };
+                adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
+            };
+            let message = new(&other).values(&**read).unwrap_err();
+            let expected = format!("wd_on_out: {on_outputs}");
+            assert!(message.contains(&expected), "{case}: {message}");
+            let message = new(&Lora).values(&**read).unwrap_err();
+            assert!(message.contains("has a DoRA of it"), "{case}: {message}");
+        }
+    }
+    let of_transformers = WeightDecomposed {
+        inner: lora(),
+        is_lora: true,
+        on_outputs: true,
+    };
+    let message = of_transformers.check_names(AdapterNames::Peft).unwrap_err();
+    assert!(message.contains("type: dora"), "{message}");
+}
+
 /// New values of each trained type change nothing, and what is saved is read again as it was.
 #[test]
 fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {

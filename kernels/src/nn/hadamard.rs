@@ -24,14 +24,14 @@ pub fn add_hadamard_of_products(base: &Tensor, a: &Tensor, b: &Tensor, scale: f6
 }
 
 /// `(a[0] b[0]) * (a[1] b[1]) * scale`. The scale goes to a factor, which is smaller than the product.
-fn product(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+pub(super) fn product(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     let first = matmul(&(a.get(0)? * scale)?, &b.get(0)?)?;
     let second = matmul(&a.get(1)?, &b.get(1)?)?;
     &first * &second
 }
 
 /// The gradients of a and b, from that of the product in any dtype and any shape of its elements.
-fn factor_gradients(a: &Tensor, b: &Tensor, scale: f64, gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
+pub(super) fn factor_gradients(a: &Tensor, b: &Tensor, scale: f64, gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
     let gradient = gradient.to_dtype(a.dtype())?.reshape((a.dim(1)?, b.dim(2)?))?;
     let mut gradients = [Vec::with_capacity(2), Vec::with_capacity(2)];
     for (own, other) in [(0, 1), (1, 0)] {

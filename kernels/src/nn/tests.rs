@@ -4,7 +4,7 @@ use super::*;
 use crate::autograd::gradients;
 use crate::device::portable::is_portable;
 use crate::testing::{gap, in_portable_mode, largest};
-use crate::weights::Weights;
+use crate::weights::{Weight, Weights};
 use candle_core::{DType, Device, Tensor, Var};
 
 fn random(seed: u64, shape: &[usize]) -> Tensor {
@@ -23,6 +23,13 @@ fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
 /// Compares the gradients of sum(f(inputs) * probe) with those of candle's own backward pass through the same operations, and with
 /// central differences along random directions.
 fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
+    // The same kernels, or in portable mode two ways to compute the gradients.
+    let tolerance = if is_portable() { 1e-5 } else { 1e-6 };
+    check_gradients_within(tolerance, inputs, f);
+}
+
+/// [`check_gradients`], with this relative error of those of candle's backward pass.
+fn check_gradients_within(tolerance: f32, inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let tracked: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
     let probe = random(99, f(inputs).dims());
@@ -35,8 +42,6 @@ fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
     for (i, var) in vars.iter().enumerate() {
         let direction = random(200 + i as u64, inputs[i].dims());
         let grad = grads.get(var).unwrap();
-        // The same kernels, or in portable mode two ways to compute the gradients.
-        let tolerance = if is_portable() { 1e-5 } else { 1e-6 };
         close(grad, expected.get(var).unwrap(), tolerance);
         let analytic = (grad * &direction)
             .unwrap()
@@ -345,6 +350,92 @@ fn products_are_multiplied_element_by_element() {
     assert_eq!(numbers(&sum), numbers(&expected));
 }
 
+/// The formula of `apply_weight_decompose` in LyCORIS, with each form of the change.
+#[test]
+fn weights_with_a_change_are_normalised_and_multiplied_with_magnitudes() {
+    let cases: [(ChangeForm, &[usize], [&[usize]; 2]); 5] = [
+        (ChangeForm::LowRank, &[6, 8], [&[6, 2], &[2, 8]]),
+        (ChangeForm::LowRank, &[6, 4, 3, 3], [&[6, 2], &[2, 36]]),
+        (ChangeForm::Hadamard, &[6, 4, 3, 3], [&[2, 6, 3], &[2, 3, 36]]),
+        (ChangeForm::Kronecker, &[6, 8], [&[3, 2], &[2, 4]]),
+        (ChangeForm::Kronecker, &[6, 4, 3, 3], [&[2, 2], &[3, 18]]),
+    ];
+    for (form, shape, [a, b]) in cases {
+        let weight = random(4, shape);
+        let (outputs, inputs) = (shape[0], shape[1]);
+        for (axis, dropped, strength) in [(0, false, 1.0), (1, false, 0.6), (0, true, -0.5), (1, true, 1.0)] {
+            let tensors = [
+                random(1, a),
+                random(2, b),
+                (random(3, &[shape[axis]]).abs().unwrap() + 0.5).unwrap(),
+            ];
+            let options = Decomposition {
+                form,
+                scale: 0.7,
+                axis,
+                strength,
+                dtype: DType::F32,
+            };
+            let kept: Vec<f32> = (0..outputs).map(|row| if row % 3 == 1 { 0.0 } else { 1.0 }).collect();
+            let kept = Tensor::from_vec(kept, outputs, &Device::Cpu).unwrap();
+            let kept = dropped.then_some(&kept);
+            let base = Weight::Plain(weight.clone());
+            let forward = |x: &[Tensor]| decomposed_weight(&base, [&x[0], &x[1]], &x[2], kept, options).unwrap();
+
+            // Element by element, in f64.
+            let numbers = |t: &Tensor| -> Vec<f64> {
+                let flat = t.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
+                flat.to_vec1().unwrap()
+            };
+            let [a, b, magnitude] = tensors.each_ref().map(numbers);
+            let taps: usize = shape[2..].iter().product();
+            let columns = inputs * taps;
+            let change = |row: usize, column: usize| -> f64 {
+                let product = |a: &[f64], b: &[f64]| -> f64 {
+                    let rank = a.len() / outputs;
+                    (0..rank).map(|r| a[row * rank + r] * b[r * columns + column]).sum()
+                };
+                match form {
+                    ChangeForm::LowRank => product(&a, &b),
+                    ChangeForm::Hadamard => {
+                        let ((a, c), (b, d)) = (a.split_at(a.len() / 2), b.split_at(b.len() / 2));
+                        product(a, b) * product(c, d)
+                    }
+                    ChangeForm::Kronecker => {
+                        let [rows, width] = [tensors[1].dims()[0], tensors[1].dims()[1]];
+                        let first_columns = tensors[0].dims()[1];
+                        let first = a[row / rows * first_columns + column / width];
+                        first * b[row % rows * width + column % width]
+                    }
+                }
+            };
+            let mut sums: Vec<f64> = numbers(&weight);
+            for (at, sum) in sums.iter_mut().enumerate() {
+                let row = at / columns;
+                if !(dropped && row % 3 == 1) {
+                    *sum += 0.7 * change(row, at % columns);
+                }
+            }
+            let place = |at: usize| if axis == 0 { at / columns } else { at % columns / taps };
+            let mut squares = vec![0f64; shape[axis]];
+            for (at, sum) in sums.iter().enumerate() {
+                squares[place(at)] += sum * sum;
+            }
+            let expected: Vec<f32> = sums
+                .iter()
+                .enumerate()
+                .map(|(at, sum)| {
+                    let ratio = magnitude[place(at)] / squares[place(at)].sqrt();
+                    (sum * (1.0 + strength * (ratio - 1.0))) as f32
+                })
+                .collect();
+            let expected = Tensor::from_vec(expected, shape, &Device::Cpu).unwrap();
+            close(&forward(&tensors), &expected, 2e-6);
+            check_gradients_within(1e-5, &tensors, forward);
+        }
+    }
+}
+
 #[test]
 fn channels_are_scaled_and_shifted() {
     let conv = LayerKind::Conv { stride: 1, padding: 0 };
@@ -632,6 +723,7 @@ in_portable_mode! {
     adapters_are_applied_in_order,
     channels_are_scaled_and_shifted,
     products_are_multiplied_element_by_element,
+    weights_with_a_change_are_normalised_and_multiplied_with_magnitudes,
     sums_and_concatenations_equal_candles,
     images_and_tokens_are_converted_into_each_other,
     a_layer_fused_with_its_lora_equals_the_sum_of_both,

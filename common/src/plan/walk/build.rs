@@ -24,6 +24,13 @@ pub(in crate::plan) enum AdapterKind {
     Difference,
 }
 
+/// The sides of layers that have a magnitude for each element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::plan) enum MagnitudeSide {
+    Outputs,
+    Inputs,
+}
+
 /// The blocks of a U-Net whose layers get a LoCon (`engine/src/adapters/locon.rs`).
 const LOCON_BLOCKS: [&str; 4] = ["attentions", "resnets", "downsamplers", "upsamplers"];
 
@@ -45,6 +52,8 @@ pub(in crate::plan) struct AdapterOptions {
     pub(in crate::plan) dropout: bool,
     /// Whether larger convolutions have Tucker's decomposition.
     pub(in crate::plan) tucker: bool,
+    /// The magnitudes of weights that are decomposed (`dora_wd`).
+    pub(in crate::plan) magnitudes: Option<MagnitudeSide>,
     /// Whether inputs of the down projections are dropped.
     pub(in crate::plan) drops_inputs: bool,
     pub(in crate::plan) filter: NameFilter,
@@ -319,6 +328,9 @@ impl Builder {
     /// Counts the trained tensors of a layer's adapter.
     fn count_adapter(&mut self, adapter: Adapter, sizes: LayerSizes, fan_in: f64) {
         let (rank, kernel) = (adapter.rank, sizes.kernel);
+        if adapter.magnitudes > 0.0 {
+            self.trained(adapter.magnitudes, None);
+        }
         match adapter.form {
             AdapterForm::LowRank { .. } => {}
             AdapterForm::Magnitude => self.trained(sizes.outputs, None),
@@ -392,6 +404,7 @@ impl Builder {
                 dropout: false,
                 drops_inputs: false,
                 core: false,
+                magnitudes: 0.0,
                 form: AdapterForm::Difference,
             });
         }
@@ -412,6 +425,7 @@ impl Builder {
                 dropout: false,
                 drops_inputs: false,
                 core: false,
+                magnitudes: 0.0,
                 form: AdapterForm::Difference,
             });
         }
@@ -448,6 +462,11 @@ impl Builder {
             dropout: options.dropout,
             drops_inputs: options.drops_inputs,
             core: options.tucker && sizes.kernel > 1.0 && has_core,
+            magnitudes: match (form, options.magnitudes) {
+                (AdapterForm::Magnitude | AdapterForm::Difference, _) | (_, None) => 0.0,
+                (_, Some(MagnitudeSide::Outputs)) => sizes.outputs,
+                (_, Some(MagnitudeSide::Inputs)) => sizes.inputs,
+            },
             form,
         })
     }

@@ -1,14 +1,32 @@
 //! A layer whose change is a tensor in the shape of its weight, as `engine/src/adapters/difference.rs`: the layer, the product of the input
 //! with the change in the compute dtype, and their sum. The change of `engine/src/adapters/loha` is added to the weight, so that there is
-//! one product.
+//! one product; so is that of a weight with magnitudes (`dora_wd`).
 
-use super::layers::{Adapter, Layer, Unpacking};
+use super::layers::{Adapter, AdapterForm, Layer, Unpacking};
 use super::meter::Shaped;
 use super::tape::Walk;
 use super::tensors::ConvSizes;
 
 /// Which of a layer's trained tensors is the difference of the bias.
 const BIAS: u64 = 3;
+/// Which are the magnitudes, if its weight is decomposed: the weight itself is frozen then.
+const MAGNITUDES: u64 = 2;
+
+/// The factors of a change: which of the layer's trained tensors each is, and its elements.
+fn factors(layer: &Layer, adapter: Adapter) -> Vec<(u64, f64)> {
+    let rank = adapter.rank;
+    match adapter.form {
+        AdapterForm::Hadamard => vec![(0, 2.0 * rank * layer.outputs), (1, 2.0 * rank * layer.fan_in())],
+        AdapterForm::Kron(kron) => {
+            let (first, width) = (kron.a * kron.c, kron.d * layer.kernel * layer.kernel);
+            match kron.rank {
+                None => vec![(0, first), (1, kron.b * width)],
+                Some(rank) => vec![(0, first), (1, kron.b * rank), (3, rank * width)],
+            }
+        }
+        _ => vec![(0, rank * layer.fan_in()), (1, rank * layer.outputs)],
+    }
+}
 
 /// A change that is applied to an input.
 #[derive(Clone, Copy)]
@@ -127,6 +145,89 @@ impl Walk {
             });
         }
         y
+    }
+
+    /// A layer whose weight, with a change, is normalised and multiplied with magnitudes.
+    pub(super) fn layer_with_decomposition(
+        &self,
+        layer: &Layer,
+        adapter: Adapter,
+        x: &Shaped,
+        is_linear: bool,
+    ) -> Shaped {
+        let (applied, form) = (Applied::new(layer, x, is_linear), adapter.form);
+        let recording = self.is_recording();
+        // The second matrix of a LoKr.
+        let built = match form {
+            AdapterForm::Kron(kron) if kron.rank.is_some() => {
+                Some(self.floats(kron.b * kron.d * layer.kernel * layer.kernel))
+            }
+            _ => None,
+        };
+        let is_unpacked = layer.unpacking != Unpacking::None;
+        let sum = self.with_change(&applied, form, is_unpacked);
+        drop(self.floats(applied.weights));
+        let scaled = self.floats(applied.weights);
+        drop(sum);
+        let weight = match self.backend.is_half() {
+            true => {
+                let narrow = self.numbers(applied.weights);
+                drop(scaled);
+                narrow
+            }
+            false => scaled,
+        };
+        let product = self.dense_product(layer, &applied);
+        let y = Shaped {
+            tracked: recording,
+            ..self.view(&product, applied.output, true)
+        };
+        drop(product);
+        if recording {
+            let saved = x.clone();
+            let mut trained = factors(layer, adapter);
+            trained.push((MAGNITUDES, adapter.magnitudes));
+            let trained: Vec<(u64, f64)> = trained
+                .into_iter()
+                .map(|(which, elements)| (layer.trained_id(which), elements))
+                .collect();
+            self.record_step(&y, move |walk, gradient| {
+                let (d_weight, mut gradients) = walk.dense_gradients(&applied, saved);
+                drop((weight, gradient));
+                let sum = walk.with_change(&applied, form, is_unpacked);
+                let wide = walk.widened(applied.weights);
+                drop(walk.floats(applied.weights));
+                let of_ratios = walk.floats(applied.weights);
+                drop(wide);
+                let of_norms = walk.floats(applied.weights);
+                let of_sum = walk.floats(applied.weights);
+                drop((of_ratios, of_norms, sum));
+                // For each factor of a LoHa the other product, and its product with the gradient; of a LoKr the gradient in another order.
+                let others = match form {
+                    AdapterForm::Hadamard => 2,
+                    AdapterForm::Kron(_) => 1,
+                    _ => 0,
+                };
+                let others: Vec<Shaped> = (0..others).map(|_| walk.floats(applied.weights)).collect();
+                drop(others);
+                gradients.extend(trained.into_iter().map(|(id, elements)| (id, walk.floats(elements))));
+                drop((of_sum, d_weight, built));
+                gradients
+            });
+        }
+        y
+    }
+
+    /// The sum of a weight and of a change that two factors make, in float32.
+    fn with_change(&self, a: &Applied, form: AdapterForm, is_unpacked: bool) -> Shaped {
+        let products = (form == AdapterForm::Hadamard).then(|| [0; 2].map(|_| self.floats(a.weights)));
+        let change = self.floats(a.weights);
+        drop(products);
+        let unpacked = is_unpacked.then(|| self.numbers(a.weights));
+        let base = self.widened(a.weights);
+        let sum = self.floats(a.weights);
+        drop((change, unpacked, base));
+        sum
     }
 
     /// The sum of a weight and of the change of a LoHa: two products, their product, and the sum in float32 and in the compute dtype.

@@ -20,6 +20,8 @@ pub(in crate::plan) struct Adapter {
     pub(in crate::plan) drops_inputs: bool,
     /// Whether it has Tucker's core.
     pub(in crate::plan) core: bool,
+    /// The magnitudes of a weight that is decomposed (`dora_wd`); 0: it is not.
+    pub(in crate::plan) magnitudes: f64,
     pub(in crate::plan) form: AdapterForm,
 }
 
@@ -190,6 +192,9 @@ impl Walk {
         if let Some(adapter) = layer.adapter {
             if adapter.core {
                 return self.layer_with_core(layer, adapter, &x, is_linear);
+            }
+            if adapter.magnitudes > 0.0 {
+                return self.layer_with_decomposition(layer, adapter, &x, is_linear);
             }
             match adapter.form {
                 AdapterForm::LowRank { .. } => {}

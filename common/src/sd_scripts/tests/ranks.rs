@@ -387,6 +387,50 @@ fn a_change_that_is_computed_apart_is_the_same_without_dropout() {
     }
 }
 
+/// `weight_decompose` and `wd_on_out` of LyCORIS' modules.
+#[test]
+fn weights_are_decomposed_as_by_lycoris() {
+    let sd = base(Script::TrainNetwork);
+    let import = |module: &str, arguments: &str| {
+        let folder = folder();
+        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
+        import_in(
+            folder.path(),
+            &text.replace("networks.lora", module),
+            Some(Script::TrainNetwork),
+        )
+    };
+    let decomposes = |module: &str, arguments: &str| {
+        let imported = import(module, arguments).unwrap();
+        let network = job(&imported.yaml).process[0]
+            .trainer()
+            .unwrap()
+            .network
+            .clone()
+            .unwrap();
+        let kwargs = network.network_kwargs;
+        (kwargs.dora_wd, kwargs.wd_on_out)
+    };
+    for algo in ["locon", "loha", "lokr"] {
+        for (arguments, expected) in [
+            ("\"dora_wd=True\"", (true, true)),
+            ("\"dora_wd=True\", \"wd_on_output=True\"", (true, true)),
+            ("\"dora_wd=True\", \"wd_on_output=False\"", (true, false)),
+            ("\"dora_wd=False\", \"wd_on_output=False\"", (false, true)),
+            ("\"dora_wd=True\", \"rank_dropout=0.1\"", (true, true)),
+        ] {
+            let arguments = format!("\"algo={algo}\", {arguments}");
+            assert_eq!(decomposes("lycoris.kohya", &arguments), expected, "{arguments}");
+        }
+    }
+    assert!(!decomposes("networks.lora", "\"dora_wd=True\"").0);
+    let errors = import("lycoris.kohya", "\"dora_wd=True\", \"bypass_mode=True\"").unwrap_err();
+    assert!(
+        errors.len() == 1 && errors[0].message.starts_with("dora_wd: with bypass_mode"),
+        "{errors:?}"
+    );
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");

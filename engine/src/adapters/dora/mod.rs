@@ -12,10 +12,12 @@
 //!
 //! Norms are over all axes but that of the magnitude. At strength 0 the layer is as without the file.
 
+mod decomposition;
 mod file;
 mod layer;
 mod norms;
 mod trained;
 
+pub use decomposition::WeightDecomposed;
 pub(super) use file::{has_magnitude_of_inputs, joined, read_decomposed};
 pub use trained::Dora;

@@ -65,7 +65,7 @@ impl LohaLayer {
 
     /// The left and the right factors of both products, [2, out, rank] and [2, rank, in kh kw]. `dropout_seed`: that of training, in which
     /// they are tracked for gradients, and without the outputs that are dropped.
-    fn factors(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
+    pub(super) fn factors(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
         let is_training = dropout_seed.is_some();
         let [mut first, first_right] = self.first.factors(is_training)?;
         let [second, second_right] = self.second.factors(is_training)?;

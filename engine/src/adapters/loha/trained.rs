@@ -1,9 +1,10 @@
 //! The LoHa of a layer that is trained, and files of it.
 
 use super::super::file_layer::FileLayer;
-use super::super::trained_layer::{TrainedLayer, Values, limit_norm_of};
+use super::super::trained_layer::{ChangeFactors, TrainedLayer, Values, limit_norm_of};
 use super::file::LohaTensors;
 use super::layer::{LohaLayer, Product};
+use crate::nn::ChangeForm;
 use candle_core::{Device, Result, Tensor, Var};
 
 impl TrainedLayer for LohaLayer {
@@ -28,6 +29,14 @@ impl TrainedLayer for LohaLayer {
 
     fn zeroed(&self) -> Option<Vec<&Var>> {
         Some(vec![&self.second.left])
+    }
+
+    fn change_factors(&self, is_training: bool) -> Result<Option<ChangeFactors>> {
+        Ok(Some(ChangeFactors {
+            form: ChangeForm::Hadamard,
+            factors: self.factors(is_training.then_some(""))?,
+            scale: self.scale(),
+        }))
     }
 
     fn limit_norm(&self, max: f64) -> Result<()> {

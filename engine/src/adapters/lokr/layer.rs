@@ -67,7 +67,7 @@ pub(super) struct LokrLayer {
 
 impl LokrLayer {
     /// The second matrix in the shape that the layer's kind requires.
-    fn second(&self, is_training: bool) -> Result<Tensor> {
+    pub(super) fn second(&self, is_training: bool) -> Result<Tensor> {
         let second = self.second.tensor(is_training)?;
         if self.kernel.is_empty() || second.rank() > 2 {
             return Ok(second);

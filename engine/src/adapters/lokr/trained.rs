@@ -1,9 +1,10 @@
 //! The LoKr of a layer that is trained, and files of it.
 
 use super::super::file_layer::FileLayer;
-use super::super::trained_layer::{TrainedLayer, Values, limit_norm_of, norm_of_product};
+use super::super::trained_layer::{ChangeFactors, TrainedLayer, Values, limit_norm_of, norm_of_product};
 use super::layer::{Factor, LokrLayer};
 use super::tensors::LokrTensors;
+use crate::nn::ChangeForm;
 use candle_core::{Device, Result, Tensor, Var};
 
 impl TrainedLayer for LokrLayer {
@@ -38,6 +39,15 @@ impl TrainedLayer for LokrLayer {
             Factor::Full(matrix) => matrix,
             Factor::LowRank(_, right) | Factor::Tucker(_, _, right) => right,
         }])
+    }
+
+    fn change_factors(&self, is_training: bool) -> Result<Option<ChangeFactors>> {
+        let second = self.second(is_training)?.flatten_from(1)?;
+        Ok(Some(ChangeFactors {
+            form: ChangeForm::Kronecker,
+            factors: [self.first.tensor(is_training)?, second],
+            scale: self.scale,
+        }))
     }
 
     /// The norm of a Kronecker product is the product of the norms.

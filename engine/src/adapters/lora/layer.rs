@@ -47,7 +47,7 @@ impl LoraLayer {
 
     /// `down`, with the core of Tucker's decomposition if there is one, and `up`, which is multiplied by the scalar. `dropout_seed`: that of
     /// training, in which they are tracked for gradients, and `up` is without the outputs that are dropped.
-    fn weights(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
+    pub(super) fn weights(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
         let is_training = dropout_seed.is_some();
         let (down, up) = (tracked_if(is_training, &self.down), tracked_if(is_training, &self.up));
         let down = self.joined(down, is_training)?;

@@ -1,10 +1,13 @@
 //! `network.type: lora`: low-rank changes of the layers' weights.
 
 use super::super::file_layer::FileLayer;
-use super::super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values, limit_norm_of, norm_of_product};
+use super::super::trained_layer::{
+    AdapterType, ChangeFactors, NewLayer, TrainedLayer, Values, limit_norm_of, norm_of_product,
+};
 use super::layer::LoraLayer;
 use super::tensors::LoraTensors;
 use crate::families::AdapterNames;
+use crate::nn::ChangeForm;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
@@ -95,6 +98,15 @@ impl TrainedLayer for LoraLayer {
             tensors.push(("alpha", Tensor::new(self.alpha as f32, &candle_core::Device::Cpu)?));
         }
         Ok(tensors)
+    }
+
+    fn change_factors(&self, is_training: bool) -> Result<Option<ChangeFactors>> {
+        let [down, up] = self.weights(is_training.then_some(""))?;
+        Ok(Some(ChangeFactors {
+            form: ChangeForm::LowRank,
+            factors: [up.flatten_from(1)?, down.flatten_from(1)?],
+            scale: self.alpha / self.rank() as f64,
+        }))
     }
 
     /// As `apply_max_norm_regularization` in `networks/lora.py` of sd-scripts. The norm of `up * down` comes from two matrices of rank x

@@ -76,6 +76,19 @@ fn with_cores(kind: NetworkType) -> NetworkConfig {
     }
 }
 
+/// With magnitudes of the outputs or of the inputs of each layer.
+fn decomposed(kind: NetworkType, on_outputs: bool) -> NetworkConfig {
+    NetworkConfig {
+        network_kwargs: NetworkKwargs {
+            dora_wd: true,
+            wd_on_out: on_outputs,
+            module_dropout: Some(0.2),
+            ..NetworkKwargs::default()
+        },
+        ..network(kind)
+    }
+}
+
 /// With ranks of their own for some layers.
 fn with_layer_ranks(kind: NetworkType) -> NetworkConfig {
     let entry = |contains: &str, linear, conv| LayerRank {
@@ -136,6 +149,9 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (with_cores(NetworkType::Locon), OptimizerName::AdamW),
         (with_cores(NetworkType::Loha), OptimizerName::AdamW8Bit),
         (with_cores(NetworkType::Lokr), OptimizerName::AdamW),
+        (decomposed(NetworkType::Lora, false), OptimizerName::AdamW),
+        (decomposed(NetworkType::Loha, true), OptimizerName::Adafactor),
+        (decomposed(NetworkType::Lokr, true), OptimizerName::AdamW8Bit),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
         (with_layer_ranks(NetworkType::Lora), OptimizerName::AdamW),
     ]) {
@@ -281,6 +297,17 @@ fn saved_files_have_the_names_of_their_type() {
         ),
         (network(NetworkType::Fullrank), &["diff", "diff_b"]),
         (
+            decomposed(NetworkType::Loha, false),
+            &[
+                "hada_w1_a",
+                "hada_w1_b",
+                "hada_w2_a",
+                "hada_w2_b",
+                "alpha",
+                "dora_scale",
+            ],
+        ),
+        (
             with_differences(NetworkType::Lora),
             &["diff", "diff_b", "lora_down.weight", "lora_up.weight", "alpha"],
         ),
@@ -375,6 +402,13 @@ fn the_planner_counts_the_numbers_that_are_trained() {
             ..lokr
         });
         networks.extend([NetworkType::Dora, NetworkType::Loha, NetworkType::Fullrank].map(network));
+        for on_outputs in [true, false] {
+            networks.extend([NetworkType::Loha, NetworkType::Lokr].map(|kind| decomposed(kind, on_outputs)));
+        }
+        networks.push(NetworkConfig {
+            lokr_full_rank: true,
+            ..decomposed(NetworkType::Lokr, true)
+        });
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_differences));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_layer_ranks));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(|kind| NetworkConfig {
@@ -402,6 +436,11 @@ fn the_planner_counts_the_numbers_that_are_trained() {
                 ]
                 .map(with_cores),
             );
+            networks.push(decomposed(NetworkType::Lora, true));
+            networks.push(decomposed(NetworkType::Lora, false));
+            let mut both = with_cores(NetworkType::Loha);
+            both.network_kwargs.dora_wd = true;
+            networks.push(both);
             networks.push(network(NetworkType::Locon));
             networks.push(NetworkConfig {
                 conv: None,

@@ -5,7 +5,7 @@ use super::super::run_folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::adapters::{
-    AdapterConfig, AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, Rank,
+    AdapterConfig, AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, Rank, WeightDecomposed,
 };
 use crate::data::{
     Augmentations, AugmentedControlOptions, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole,
@@ -159,21 +159,33 @@ fn effective_alpha(configured: f64, rank: u32) -> f64 {
 
 /// The type of adapter that is trained.
 pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterType>> {
-    match network.kind {
-        NetworkType::Lora | NetworkType::Lierla => Ok(Box::new(Lora)),
-        NetworkType::Locon | NetworkType::Lycoris => Ok(Box::new(Locon)),
-        NetworkType::Lokr => Ok(Box::new(Lokr {
+    let is_lora = !matches!(network.kind, NetworkType::Lokr | NetworkType::Loha);
+    let inner: Box<dyn AdapterType> = match network.kind {
+        NetworkType::Lora | NetworkType::Lierla => Box::new(Lora),
+        NetworkType::Locon | NetworkType::Lycoris => Box::new(Locon),
+        NetworkType::Lokr => Box::new(Lokr {
             factor: usize::try_from(*network.lokr_factor).ok(),
             old_names: network.old_lokr_format,
-        })),
-        NetworkType::Loha => Ok(Box::new(Loha)),
-        NetworkType::Dora => Ok(Box::new(Dora)),
-        NetworkType::Fullrank => Ok(Box::new(Difference)),
-        NetworkType::Lorm => Err(EngineError::Unsupported(format!(
-            "network.type: `{}` is not trained yet",
-            network.kind
-        ))),
+        }),
+        NetworkType::Loha => Box::new(Loha),
+        NetworkType::Dora => Box::new(Dora),
+        NetworkType::Fullrank => Box::new(Difference),
+        NetworkType::Lorm => {
+            return Err(EngineError::Unsupported(format!(
+                "network.type: `{}` is not trained yet",
+                network.kind
+            )));
+        }
+    };
+    let kwargs = &network.network_kwargs;
+    if !kwargs.dora_wd {
+        return Ok(inner);
     }
+    Ok(Box::new(WeightDecomposed {
+        inner,
+        is_lora,
+        on_outputs: kwargs.wd_on_out,
+    }))
 }
 
 /// Converts the `network` section.
