@@ -63,6 +63,8 @@ section! {
         dora_wd: bool = false, Works;
         /// With `dora_wd`: a magnitude for each output of a layer; false: for each input.
         wd_on_out: bool = true, Works;
+        /// Also train differences of the norms, as `all_layers`, with LyCORIS' names in files: `….w_norm` and `….b_norm` (ours).
+        train_norm: bool = false, Works;
         /// U-Nets: train the first and the last convolution themselves beside the network.
         full_train_in_out: bool = false, Works;
         /// Skip layers with fewer weights and biases.

@@ -275,7 +275,7 @@ impl<'a> Job<'a> {
                     _ => MagnitudeSide::Outputs,
                 }
             }),
-            norms: flag(network, "/all_layers"),
+            norms: flag(network, "/all_layers") || flag(network, "/network_kwargs/train_norm"),
             whole_in_out: flag(network, "/network_kwargs/full_train_in_out"),
             parameter_threshold: network
                 .pointer("/network_kwargs/parameter_threshold")

@@ -51,7 +51,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("x_attn_dim", "aitk has one rank for all layers"),
     ("x_mlp_dim", "aitk has one rank for all layers"),
     ("x_mod_dim", "aitk has one rank for all layers"),
-    ("train_norm", "aitk does not train norms"),
     (
         "decompose_both",
         "aitk splits the second matrix of a LoKr only; without influence on one that splits none",
@@ -107,6 +106,7 @@ const TRANSLATED: &[&str] = &[
     "bypass_mode",
     "dora_wd",
     "wd_on_output",
+    "train_norm",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -186,6 +186,10 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         (
             "wd_on_output",
             "with dora_wd: `network.network_kwargs.wd_on_out`; on without it, as in LyCORIS 3 and later",
+        ),
+        (
+            "train_norm",
+            "of LyCORIS: `network.network_kwargs.train_norm`; refused with rank_dropout and module_dropout; without influence on networks of sd-scripts",
         ),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
@@ -324,6 +328,25 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             kwargs.insert("dora_wd".into(), json!(true));
             if arguments.get("wd_on_output").is_some_and(is_false) {
                 kwargs.insert("wd_on_out".into(), json!(false));
+            }
+        }
+        if arguments.is_on("train_norm") {
+            kwargs.insert("train_norm".into(), json!(true));
+            if family == ScriptFamily::Sd {
+                // The only norm of the U-Net outside of the blocks.
+                kwargs.insert("ignore_if_contains".into(), json!(["conv_norm_out"]));
+            }
+            let drops = |name: &&str| {
+                arguments
+                    .get(name)
+                    .and_then(Argument::number)
+                    .is_some_and(|chance| chance != 0.0)
+            };
+            if let Some(name) = ["rank_dropout", "module_dropout"].into_iter().find(drops) {
+                let message = format!(
+                    "train_norm: LyCORIS drops changes of norms too with {name}, which aitk does not: remove one of them"
+                );
+                import.error("network_args", message);
             }
         }
     } else {

@@ -1,5 +1,6 @@
-//! Whole differences of the weight and the bias of a layer or a norm (`.diff`, `.diff_b`): trained with `network.type: fullrank`,
-//! `network.all_layers` and `network_kwargs.full_if_contains`, and in extracted files where factors would be larger than the difference.
+//! Whole differences of the weight and the bias of a layer or a norm (`.diff`, `.diff_b`; of norms in files of LyCORIS `.w_norm`,
+//! `.b_norm`): trained with `network.type: fullrank`, `network.all_layers`, `network_kwargs.train_norm` and
+//! `network_kwargs.full_if_contains`, and in extracted files where factors would be larger than the difference.
 
 use super::file_layer::{FileLayer, RoleTensors, Site};
 use super::handle::AdapterHandle;
@@ -25,6 +26,11 @@ impl AdapterType for Difference {
     }
 }
 
+/// The names of both differences in files.
+const SUFFIXES: [&str; 2] = ["diff", "diff_b"];
+/// LyCORIS' names of those of norms.
+const NORM_SUFFIXES: [&str; 2] = ["w_norm", "b_norm"];
+
 /// A change of a layer's weight, of its bias, or of both, as tensors of their sizes.
 #[derive(Debug)]
 pub(super) struct DenseLayer {
@@ -34,6 +40,8 @@ pub(super) struct DenseLayer {
     weight: Option<Var>,
     /// [out].
     bias: Option<Var>,
+    /// The names of both in files.
+    suffixes: [&'static str; 2],
     handle: Arc<AdapterHandle>,
 }
 
@@ -47,9 +55,18 @@ impl DenseLayer {
         Ok(Self {
             weight: Some(zeros(new.dims)?),
             bias: new.bias.map(|_| zeros(&new.dims[..1])).transpose()?,
+            suffixes: SUFFIXES,
             name: new.name,
             handle: new.handle.clone(),
         })
+    }
+
+    /// The difference of a norm, with LyCORIS' names in files.
+    pub(super) fn with_lycoris_names(self) -> Self {
+        Self {
+            suffixes: NORM_SUFFIXES,
+            ..self
+        }
     }
 
     /// A difference, at the strength of the current pass.
@@ -85,6 +102,7 @@ impl DenseLayer {
         Ok(Self {
             weight: weight.map(|weight| variable(weight, dims)).transpose()?,
             bias: bias.map(|bias| variable(bias, &dims[..1])).transpose()?,
+            suffixes: SUFFIXES,
             name: site.name,
             handle: site.handle.clone(),
         })
@@ -130,8 +148,9 @@ impl TrainedLayer for DenseLayer {
     }
 
     fn params(&self) -> Vec<(&'static str, &Var)> {
-        let weight = self.weight.iter().map(|weight| ("diff", weight));
-        weight.chain(self.bias.iter().map(|bias| ("diff_b", bias))).collect()
+        let [of_weight, of_bias] = self.suffixes;
+        let weight = self.weight.iter().map(|weight| (of_weight, weight));
+        weight.chain(self.bias.iter().map(|bias| (of_bias, bias))).collect()
     }
 
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
@@ -145,6 +164,14 @@ impl TrainedLayer for DenseLayer {
 
     fn changes_bias(&self) -> bool {
         self.bias.is_some()
+    }
+
+    /// LyCORIS limits the changes of layers alone.
+    fn limit_norm(&self, _: f64) -> Result<()> {
+        match self.suffixes == NORM_SUFFIXES {
+            true => Ok(()),
+            false => candle_core::bail!("the norm of {} has no limit", self.name),
+        }
     }
 
     fn bias_change(&self) -> Result<Option<Tensor>> {

@@ -7,7 +7,7 @@
 //! | diffusers / peft | `unet.down_blocks.0.attentions.0.proj_in.lora_A.weight`, `….lora.down.weight` |
 //! | bare peft | `base_model.model.down_blocks.0.attentions.0.proj_in.lora_A.weight` |
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
-//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.hada_w1_a`, `.oft_blocks`, `.dora_scale`, and `.diff` for layers that are kept whole |
+//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.hada_w1_a`, `.oft_blocks`, `.dora_scale`, `.diff` for layers that are kept whole, and `.w_norm` |
 //! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
 //! | ai-toolkit's `full_train_in_out` | `unet_conv_in.weight`, `unet_conv_out.bias` |
 //! | XLabs (FLUX.1) | `double_blocks.0.processor.qkv_lora1.down.weight`, `single_blocks.0.processor.proj_lora.up.weight` |
@@ -70,7 +70,7 @@ pub(super) enum ParsedKey<'a> {
     Unknown,
 }
 
-const SUFFIXES: [(&str, TensorRole); 43] = [
+const SUFFIXES: [(&str, TensorRole); 45] = [
     (".lora_down.weight", TensorRole::Down),
     (".lora_up.weight", TensorRole::Up),
     (".lora_mid.weight", TensorRole::Mid),
@@ -107,6 +107,9 @@ const SUFFIXES: [(&str, TensorRole); 43] = [
     (".hada_t1", TensorRole::HadaT1),
     (".hada_t2", TensorRole::HadaT2),
     (".diff_b", TensorRole::DiffB),
+    // LyCORIS' differences of norms.
+    (".w_norm", TensorRole::Diff),
+    (".b_norm", TensorRole::DiffB),
     (".lora_magnitude_vector.default.weight", TensorRole::Magnitude),
     (".lora_magnitude_vector.weight", TensorRole::Magnitude),
     (".lora_magnitude_vector", TensorRole::Magnitude),
@@ -116,13 +119,12 @@ const SUFFIXES: [(&str, TensorRole); 43] = [
     (".rescale", TensorRole::Rescale),
 ];
 
-const OTHER_NETWORKS: [(&str, &str); 6] = [
+const OTHER_NETWORKS: [(&str, &str); 5] = [
     (".lora_B.bias", "LoRA with biases"),
     (".hada_", "a LoHa of another form"),
     (".lokr_", "a LoKr of another form"),
     (".oft_", "an OFT of another form"),
     (".a1.weight", "GLoRA"),
-    (".w_norm", "a norm difference"),
 ];
 
 /// The layers that ai-toolkit saves themselves (`full_train_in_out`).
@@ -181,6 +183,8 @@ mod tests {
         );
         assert_eq!(parse_key("a.diff"), ParsedKey::Adapter("a", TensorRole::Diff));
         assert_eq!(parse_key("a.diff_b"), ParsedKey::Adapter("a", TensorRole::DiffB));
+        assert_eq!(parse_key("a.w_norm"), ParsedKey::Adapter("a", TensorRole::Diff));
+        assert_eq!(parse_key("a.b_norm"), ParsedKey::Adapter("a", TensorRole::DiffB));
         assert_eq!(parse_key("conv.weight"), ParsedKey::Unknown);
         assert_eq!(
             parse_key("unet_conv_in.bias"),

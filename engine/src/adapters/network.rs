@@ -48,6 +48,8 @@ pub struct AdapterConfig {
     pub full_if_contains: Vec<String>,
     /// All norms are trained as whole differences.
     pub norms: bool,
+    /// Differences of norms have LyCORIS' names in files (`train_norm`).
+    pub lycoris_norms: bool,
     /// Only layers and norms in modules of a U-Net with these class names in diffusers are targets. Empty: all are.
     pub containers: Vec<String>,
     /// The first and the last convolution of a U-Net are trained themselves, whatever the filters say.
@@ -76,6 +78,7 @@ impl Default for AdapterConfig {
             ignore_if_contains: Vec::new(),
             full_if_contains: Vec::new(),
             norms: false,
+            lycoris_norms: false,
             containers: Vec::new(),
             whole_in_out: false,
             parameter_threshold: 0,
@@ -383,7 +386,7 @@ impl<'a> NewTargets<'a> {
         if !self.config.trains_norm(naming, path, dims, bias.is_some()) {
             return Ok(None);
         }
-        Ok(Some(Arc::new(DenseLayer::zeros(NewLayer {
+        let layer = DenseLayer::zeros(NewLayer {
             name: naming.saved_name(path),
             names: naming.names,
             weight,
@@ -396,7 +399,11 @@ impl<'a> NewTargets<'a> {
             tucker: self.config.tucker,
             rank_stabilised: self.config.rank_stabilised,
             handle: &self.handle,
-        })?)))
+        })?;
+        Ok(Some(Arc::new(match self.config.lycoris_norms {
+            true => layer.with_lycoris_names(),
+            false => layer,
+        })))
     }
 }
 

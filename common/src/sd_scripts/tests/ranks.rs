@@ -431,6 +431,45 @@ fn weights_are_decomposed_as_by_lycoris() {
     );
 }
 
+/// `NormModule` of LyCORIS: the norms in the blocks of the U-Net.
+#[test]
+fn norms_are_trained_as_by_lycoris() {
+    let import = |script: Script, module: &str, arguments: &str| {
+        let folder = folder();
+        let text = base(script).replace("networks.lora", module);
+        let text = format!("{text}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
+        import_in(folder.path(), &text, Some(script))
+    };
+    let kwargs = |script: Script, module: &str, arguments: &str| {
+        let imported = import(script, module, arguments).unwrap();
+        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
+        network.unwrap().network_kwargs
+    };
+    let on = "\"algo=loha\", \"train_norm=True\"";
+    let of_sd = kwargs(Script::TrainNetwork, "lycoris.kohya", on);
+    assert!(of_sd.train_norm && of_sd.only_if_contains.is_none());
+    assert_eq!(of_sd.ignore_if_contains.0, ["conv_norm_out"]);
+    let of_sdxl = kwargs(Script::SdxlTrainNetwork, "lycoris.kohya", on);
+    // Its name has none of the blocks in it.
+    assert!(of_sdxl.train_norm && of_sdxl.ignore_if_contains.0.is_empty());
+    let blocks = of_sdxl.only_if_contains.unwrap();
+    assert!(
+        blocks
+            .iter()
+            .all(|block| !"unet.conv_norm_out".contains(block.as_str()))
+    );
+    assert!(!kwargs(Script::TrainNetwork, "lycoris.kohya", "\"train_norm=False\"").train_norm);
+    assert!(!kwargs(Script::TrainNetwork, "networks.lora", "\"train_norm=True\"").train_norm);
+    for dropout in ["rank_dropout=0.1", "module_dropout=0.1"] {
+        let arguments = format!("\"{dropout}\", \"train_norm=True\"");
+        let errors = import(Script::TrainNetwork, "lycoris.kohya", &arguments).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].message.starts_with("train_norm: LyCORIS drops"),
+            "{errors:?}"
+        );
+    }
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");

@@ -126,17 +126,18 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
     })
 }
 
-/// Refuses a file with differences of norms (`network.all_layers`), which would be lost.
+/// Refuses a file with differences of norms (`network.all_layers`, `train_norm`), which would be lost.
 fn refuse_norms(path: &Path) -> Result<()> {
     let index = Index::open(path)?;
-    let is_of_norm = |(name, shape): &(&str, &[usize])| name.ends_with(".diff") && shape.len() == 1;
+    let is_of_norm =
+        |(name, shape): &(&str, &[usize])| (name.ends_with(".diff") && shape.len() == 1) || name.ends_with(".w_norm");
     let mut norms = index.tensors().filter(is_of_norm).map(|(name, _)| name);
     let Some(first) = norms.next() else { return Ok(()) };
     Err(EngineError::Unsupported(format!(
-        "{}: it has the difference of a norm, `{}` ({} more), of `network.all_layers`, which `aitk convert` does not convert: use the file \
-         as it is, or train without `all_layers`",
+        "{}: it has the difference of a norm, `{}` ({} more), of `network.all_layers` or `train_norm`, which `aitk convert` does not convert: \
+         use the file as it is, or train without these keys",
         path.display(),
-        first.trim_end_matches(".diff"),
+        first.trim_end_matches(".diff").trim_end_matches(".w_norm"),
         norms.count()
     )))
 }

@@ -415,6 +415,9 @@ fn the_planner_counts_the_numbers_that_are_trained() {
             all_layers: true,
             ..with_differences(kind)
         }));
+        let mut norms_of_lycoris = network(NetworkType::Loha);
+        norms_of_lycoris.network_kwargs.train_norm = true;
+        networks.push(norms_of_lycoris);
         if !arch.is_flow() {
             for (whole, classes) in [
                 (true, "UNet2DConditionModel"),

@@ -186,6 +186,38 @@ fn norms_are_trained_as_in_a_full_fine_tune() {
     assert_eq!(gap(&predict(&model), &plain), 0.0);
 }
 
+/// LyCORIS' `train_norm`: the same differences, with its names. `scale_weight_norms` does not limit them.
+#[test]
+fn norms_have_the_names_of_lycoris_if_they_are_asked_for() {
+    let train = |of_lycoris: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        complete(one_step(dir.path(), |network| {
+            network.all_layers = !of_lycoris;
+            network.network_kwargs.train_norm = of_lycoris;
+            network.scale_weight_norms = of_lycoris.then_some(1e5);
+        }));
+        let file = dir.path().join("out/tiny/tiny.safetensors");
+        let mut model = load_sd(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap();
+        let loaded = load_lora(&mut model.parts(), &file, 1.0).unwrap();
+        assert_eq!(loaded.unknown, [""; 0]);
+        (tensors(&file), predict(&model))
+    };
+    let ((ours, expected), (of_lycoris, found)) = (train(false), train(true));
+    assert_eq!(gap(&found, &expected), 0.0);
+    assert_eq!(ours.len(), of_lycoris.len());
+    let mut norms = 0;
+    for (name, tensor) in &ours {
+        let name = match name.rsplit_once('.').unwrap() {
+            (layer, "diff") => format!("{layer}.w_norm"),
+            (layer, "diff_b") => format!("{layer}.b_norm"),
+            _ => name.clone(),
+        };
+        assert_eq!(gap(&of_lycoris[&name], tensor), 0.0, "{name}");
+        norms += usize::from(name.ends_with("_norm"));
+    }
+    assert_eq!(norms, 66);
+}
+
 /// Names and numbers: `tests/reference/make_network_targets.py`.
 #[test]
 fn layers_and_norms_are_those_of_ai_toolkit() {
