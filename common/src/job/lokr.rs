@@ -18,6 +18,39 @@ pub fn lokr_factors(side: usize, factor: Option<usize>) -> [usize; 2] {
     [smaller, side / smaller]
 }
 
+/// How a LoKr splits weights, besides its factor. The default is that of ai-toolkit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LokrSplits {
+    /// The first matrix has the smaller factor of each side, also where that is not the given one (`smaller_factor_first`).
+    pub smaller_first: bool,
+    /// The factors of the outputs change places (`unbalanced_factorization`).
+    pub unbalanced: bool,
+    /// The first matrix may be a product of a low rank, too (`decompose_both`).
+    pub both: bool,
+}
+
+impl LokrSplits {
+    /// The factors of the outputs and of the inputs of a weight, each with that of the first matrix first: [[a, b], [c, d]].
+    #[must_use]
+    pub fn factors(self, sides: [usize; 2], factor: Option<usize>) -> [[usize; 2]; 2] {
+        let [mut outputs, mut inputs] = sides.map(|side| lokr_factors(side, factor));
+        if self.smaller_first {
+            outputs.sort_unstable();
+            inputs.sort_unstable();
+        }
+        if self.unbalanced {
+            outputs.reverse();
+        }
+        [outputs, inputs]
+    }
+
+    /// Whether the first matrix, with these sides, is a product of this rank.
+    #[must_use]
+    pub fn splits_first(self, rank: usize, first: [usize; 2]) -> bool {
+        self.both && !lokr_is_full(rank, first)
+    }
+}
+
 /// Whether the second matrix is not split into a product of this rank: it would have few numbers less, or more.
 #[must_use]
 pub fn lokr_is_full(rank: usize, second: [usize; 2]) -> bool {
@@ -50,5 +83,35 @@ mod tests {
             assert_eq!(lokr_factors(side, factor), expected, "{side} by {factor:?}");
         }
         assert!(lokr_is_full(8, [4, 16]) && !lokr_is_full(7, [4, 16]));
+    }
+
+    /// As `factorization` and `LokrModule` of LyCORIS compute them.
+    #[test]
+    fn sides_are_split_as_lycoris_splits_them() {
+        let of_lycoris = LokrSplits {
+            smaller_first: true,
+            ..LokrSplits::default()
+        };
+        for (sides, factor, expected) in [
+            ([320, 1280], Some(32), [[10, 32], [32, 40]]),
+            ([320, 4], Some(4), [[4, 80], [1, 4]]),
+            ([128, 250], Some(16), [[8, 16], [10, 25]]),
+            ([360, 512], None, [[18, 20], [16, 32]]),
+        ] {
+            assert_eq!(of_lycoris.factors(sides, factor), expected, "{sides:?} by {factor:?}");
+            let unbalanced = LokrSplits {
+                unbalanced: true,
+                ..of_lycoris
+            };
+            let [[a, b], inputs] = expected;
+            assert_eq!(unbalanced.factors(sides, factor), [[b, a], inputs]);
+        }
+        assert_eq!(LokrSplits::default().factors([320, 4], Some(32)), [[32, 10], [2, 2]]);
+        let both = LokrSplits {
+            both: true,
+            ..of_lycoris
+        };
+        assert!(both.splits_first(4, [9, 3]) && !both.splits_first(4, [8, 3]));
+        assert!(!of_lycoris.splits_first(4, [9, 3]));
     }
 }

@@ -65,6 +65,13 @@ section! {
         wd_on_out: bool = true, Works;
         /// Also train differences of the norms, as `all_layers`, with LyCORIS' names in files: `….w_norm` and `….b_norm` (ours).
         train_norm: bool = false, Works;
+        /// `type: lokr` without `lokr_full_rank`: the first matrix is a product of two matrices, too, where twice the rank is below its larger
+        /// side, as LyCORIS' `decompose_both` (ours).
+        decompose_both: bool = false, Works;
+        /// `type: lokr`: the factors of the outputs change places, as with LyCORIS' `unbalanced_factorization` (ours).
+        unbalanced_factorization: bool = false, Works;
+        /// `type: lokr`: the first matrix has the smaller factor of each side, as in LyCORIS, also where `lokr_factor` is the larger one (ours).
+        smaller_factor_first: bool = false, Works;
         /// U-Nets: train the first and the last convolution themselves beside the network.
         full_train_in_out: bool = false, Works;
         /// Skip layers with fewer weights and biases.
@@ -253,6 +260,7 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     check_tucker(network, cx);
     check_rank_stabilised(network, cx);
     check_weight_decomposition(network, cx);
+    check_lokr_splits(network, cx);
     check_layer_ranks(network, cx);
     check_ranks_of_file(network, cx);
     if network.kind == NetworkType::Lokr {
@@ -345,6 +353,29 @@ fn check_weight_decomposition(network: &NetworkConfig, cx: &mut ReadContext) {
                 "cannot be used together with `dora_wd: true`, as in LyCORIS: remove it, or use `output_dropout` or `module_dropout`",
             );
         }
+    }
+}
+
+fn check_lokr_splits(network: &NetworkConfig, cx: &mut ReadContext) {
+    let kwargs = &network.network_kwargs;
+    for (key, is_on) in [
+        ("network_kwargs.decompose_both", kwargs.decompose_both),
+        (
+            "network_kwargs.unbalanced_factorization",
+            kwargs.unbalanced_factorization,
+        ),
+        ("network_kwargs.smaller_factor_first", kwargs.smaller_factor_first),
+    ] {
+        if is_on && network.kind != NetworkType::Lokr {
+            cx.error_at(
+                key,
+                format!("is for `type: lokr`, and not for `type: {}`: remove it", network.kind),
+            );
+        }
+    }
+    if kwargs.decompose_both && network.kind == NetworkType::Lokr && network.lokr_full_rank {
+        let message = "has no effect with `lokr_full_rank: true`, which splits no matrix";
+        cx.warn_at("network_kwargs.decompose_both", message);
     }
 }
 

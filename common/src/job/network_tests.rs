@@ -73,6 +73,19 @@ fn weights_of_types_with_two_factors_are_decomposed() {
 }
 
 #[test]
+fn matrices_are_split_of_a_lokr_alone() {
+    for key in ["decompose_both", "unbalanced_factorization", "smaller_factor_first"] {
+        let on = format!("network_kwargs: {{{key}: true}}");
+        assert_eq!(problem("lokr", &on), None, "{key}");
+        let found = problem("loha", &on).unwrap();
+        assert!(
+            found.contains(&format!("network_kwargs.{key}: is for `type: lokr`")),
+            "{found}"
+        );
+    }
+}
+
+#[test]
 fn ranks_of_layers_need_a_network_with_ranks() {
     let ranks = "layer_ranks: [{contains: attn1, linear: 0, conv_alpha: 2}]";
     let file = "ranks_of_pretrained_lora: true, pretrained_lora_path: a.safetensors";

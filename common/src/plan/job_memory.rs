@@ -24,6 +24,7 @@ use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, MagnitudeSide, StoredFractions, WeightTotals,
 };
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
+use crate::job::lokr::LokrSplits;
 use crate::job::lora_containers::target_classes;
 use crate::job::network::LOKR_FULL_RANK;
 use layer_ranks::layer_ranks;
@@ -226,6 +227,11 @@ impl<'a> Job<'a> {
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
             Some("lokr") => AdapterKind::Lokr {
                 factor: positive("/lokr_factor").map(|factor| factor.min(1e9) as usize),
+                splits: LokrSplits {
+                    smaller_first: flag(network, "/network_kwargs/smaller_factor_first"),
+                    unbalanced: flag(network, "/network_kwargs/unbalanced_factorization"),
+                    both: flag(network, "/network_kwargs/decompose_both"),
+                },
             },
             Some("dora") => AdapterKind::Dora,
             Some("loha") => AdapterKind::Loha,

@@ -51,11 +51,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("x_attn_dim", "aitk has one rank for all layers"),
     ("x_mlp_dim", "aitk has one rank for all layers"),
     ("x_mod_dim", "aitk has one rank for all layers"),
-    (
-        "decompose_both",
-        "aitk splits the second matrix of a LoKr only; without influence on one that splits none",
-    ),
-    ("unbalanced_factorization", "aitk's LoKr has LyCORIS' usual factors"),
     ("rescaled", "aitk trains no OFT"),
     ("constraint", "aitk trains no OFT"),
 ];
@@ -107,6 +102,8 @@ const TRANSLATED: &[&str] = &[
     "dora_wd",
     "wd_on_output",
     "train_norm",
+    "decompose_both",
+    "unbalanced_factorization",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -131,7 +128,10 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
             "of LyCORIS: `network.type`: lora and locon are `lora`, loha, lokr; others are refused",
         ),
         ("preset", "of LyCORIS: only full"),
-        ("factor", "`network.lokr_factor`"),
+        (
+            "factor",
+            "`network.lokr_factor`, and `network.network_kwargs.smaller_factor_first`, as LyCORIS",
+        ),
         ("full_matrix", "`network.lokr_full_rank`"),
         ("use_scalar", "with algo lora or locon: `network.type: locon`"),
         ("train_blocks", "FLUX.1: `network.network_kwargs.only_if_contains`"),
@@ -190,6 +190,14 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         (
             "train_norm",
             "of LyCORIS: `network.network_kwargs.train_norm`; refused with rank_dropout and module_dropout; without influence on networks of sd-scripts",
+        ),
+        (
+            "decompose_both",
+            "with algo lokr: `network.network_kwargs.decompose_both`, for any text, also False, as LyCORIS; without influence on one that splits no matrix",
+        ),
+        (
+            "unbalanced_factorization",
+            "with algo lokr: `network.network_kwargs.unbalanced_factorization`",
         ),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
@@ -328,6 +336,26 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
             kwargs.insert("dora_wd".into(), json!(true));
             if arguments.get("wd_on_output").is_some_and(is_false) {
                 kwargs.insert("wd_on_out".into(), json!(false));
+            }
+        }
+        if network.get("type") == Some(&json!("lokr")) {
+            // LyCORIS passes the text on, and any text is true.
+            let splits_both = arguments
+                .get("decompose_both")
+                .is_some_and(|argument| !argument.text.is_empty());
+            if splits_both && !splits_nothing(import, &arguments) {
+                kwargs.insert("decompose_both".into(), json!(true));
+            }
+            if arguments.is_on("unbalanced_factorization") {
+                kwargs.insert("unbalanced_factorization".into(), json!(true));
+            }
+            // Its factorization puts the smaller factor first; without a given one that is so anyway.
+            if arguments
+                .get("factor")
+                .and_then(Argument::number)
+                .is_some_and(|factor| factor > 1.0)
+            {
+                kwargs.insert("smaller_factor_first".into(), json!(true));
             }
         }
         if arguments.is_on("train_norm") {
@@ -506,7 +534,6 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
     for argument in &arguments.0 {
         let name = argument.name.as_str();
         if let Some((_, why)) = REFUSED_ARGUMENTS.iter().find(|(refused, _)| *refused == name) {
-            let has_no_influence = name == "decompose_both" && splits_nothing(import, arguments);
             // A rank of 0 leaves out the layers.
             if name.ends_with("_dim") && argument.number() == Some(0.0) {
                 let message = format!(
@@ -514,7 +541,7 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
                      YAML config that `aitk import` writes"
                 );
                 import.error("network_args", message);
-            } else if !argument.is_off() && !has_no_influence {
+            } else if !argument.is_off() {
                 import.error("network_args", format!("{name}: {why}"));
             }
         } else if !TRANSLATED.contains(&name) && !WITHOUT_INFLUENCE.contains(&name) {
@@ -630,8 +657,8 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
     }
     if kind == "lokr" {
         if arguments.get("decompose_both").is_some_and(is_false) && !splits_nothing(import, arguments) {
-            let message = "decompose_both: LyCORIS takes any text for True, also this one, and splits the first matrix of layers that are large \
-                           enough; aitk splits none";
+            let message = "decompose_both: LyCORIS takes any text for True, also this one: the first matrix of layers that are large enough is \
+                           split; remove the argument to train it whole";
             import.note("network_args", message);
         }
         let has_scale_1 = |alpha: f64, rank: f64| alpha == 0.0 || alpha == rank;

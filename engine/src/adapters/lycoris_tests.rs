@@ -242,13 +242,11 @@ fn write(network: &AdapterNetwork, path: &Path, dtype: DType) -> BTreeMap<String
     tensors
 }
 
-const SQUARE: Lokr = Lokr {
-    factor: None,
-    old_names: false,
-};
+const SQUARE: Lokr = Lokr::SQUARE;
 const OLD: Lokr = Lokr {
     factor: Some(4),
     old_names: true,
+    ..Lokr::SQUARE
 };
 
 /// A new network changes nothing, a saved one gives the same output when it is loaded, and a training can start from it.
@@ -450,6 +448,92 @@ fn a_training_keeps_the_strength_of_the_file_it_starts_from() {
         network.load(&AdapterFile::open(&path).unwrap()).unwrap();
         let gap = gap(&unet(&model), &expected) / largest(&expected);
         assert!(gap < 1e-5, "{other:?}: {gap}");
+    }
+}
+
+/// `decompose_both` and `unbalanced_factorization` of LyCORIS: the shapes of its matrices, the change by their products, and files that are
+/// read and trained on.
+#[test]
+fn both_matrices_of_a_lokr_are_split_as_by_lycoris() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let config = config(1, Some(1));
+    let q = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q";
+    let name = format!("lora_unet_{}", q.replace('.', "_"));
+    for (factor, unbalanced, first, second) in [
+        (None, false, [4, 4], [4, 4]),
+        (Some(2), false, [2, 2], [8, 8]),
+        (Some(2), true, [8, 2], [2, 8]),
+        (Some(8), false, [2, 2], [8, 8]),
+    ] {
+        let adapter = Lokr {
+            factor,
+            splits: LokrSplits {
+                smaller_first: true,
+                unbalanced,
+                both: true,
+            },
+            ..SQUARE
+        };
+        let mut trained = tiny_sd();
+        let plain = unet(&trained);
+        let network = attach(&adapter, &config, &mut trained);
+        assert_eq!(gap(&unet(&trained), &plain), 0.0, "{adapter:?}");
+        randomise(&network);
+        let saved = write(&network, &path, DType::F32);
+        let matrix = |suffix: &str| saved.get(&format!("{name}.{suffix}")).cloned();
+        let product = |whole: &str, [rows, columns]: [usize; 2]| {
+            // A matrix whose larger side is not above twice the rank is whole.
+            let is_whole = rows.max(columns) <= 2;
+            let found = match is_whole {
+                true => matrix(whole).unwrap(),
+                false => {
+                    let [left, right] = ["a", "b"].map(|side| matrix(&format!("{whole}_{side}")).unwrap());
+                    assert_eq!((left.dims(), right.dims()), (&[rows, 1][..], &[1, columns][..]));
+                    left.matmul(&right).unwrap()
+                }
+            };
+            assert_eq!(found.dims(), [rows, columns], "{adapter:?}: {whole}");
+            found
+        };
+        let (first, second) = (product("lokr_w1", first), product("lokr_w2", second));
+        // The alpha is 1.5, and the rank 1.
+        let expected = (kronecker(&first, &second) * 1.5).unwrap();
+        let weight = Weight::Plain(Tensor::zeros(expected.shape(), DType::F32, &Device::Cpu).unwrap());
+        let change = network.layers_by_path()[&("unet", q)].change(&weight).unwrap();
+        assert!(gap(&change, &expected) / largest(&expected) < 1e-5, "{adapter:?}");
+
+        let expected = unet(&trained);
+        let mut other = tiny_sd();
+        load_lora(&mut other.parts(), &path, 1.0).unwrap();
+        let mut third = tiny_sd();
+        let resumed = attach(&adapter, &config, &mut third);
+        resumed.load(&AdapterFile::open(&path).unwrap()).unwrap();
+        // One that is trained with a whole first matrix starts from it too.
+        let whole = Lokr {
+            splits: LokrSplits {
+                both: false,
+                ..adapter.splits
+            },
+            ..adapter
+        };
+        let mut fourth = tiny_sd();
+        let from_products = attach(&whole, &config, &mut fourth);
+        from_products.load(&AdapterFile::open(&path).unwrap()).unwrap();
+        for model in [&other, &third, &fourth] {
+            let error = gap(&unet(model), &expected) / largest(&expected);
+            assert!(error < 1e-5, "{adapter:?}: {error}");
+        }
+        // Not the other way round.
+        if first.dims().iter().all(|side| *side <= 2) {
+            continue;
+        }
+        write(&from_products, &path, DType::F32);
+        let error = resumed
+            .load(&AdapterFile::open(&path).unwrap())
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("decompose_both: false"), "{error}");
     }
 }
 

@@ -54,7 +54,7 @@ pub use load::{
 };
 pub use locon::Locon;
 pub use loha::Loha;
-pub use lokr::Lokr;
+pub use lokr::{Lokr, LokrSplits};
 pub use lora::{Lora, LoraLayer, LoraTensors};
 pub use model_layers::{ModelLayer, model_layers};
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};

@@ -274,12 +274,7 @@ fn decomposed_weights_are_trained_as_by_lycoris() {
     let cases = cases(&found);
     let lora = || -> Box<dyn AdapterType> { Box::new(Lora) };
     let loha = || -> Box<dyn AdapterType> { Box::new(Loha) };
-    let lokr = |factor| -> Box<dyn AdapterType> {
-        Box::new(Lokr {
-            factor,
-            old_names: false,
-        })
-    };
+    let lokr = |factor| -> Box<dyn AdapterType> { Box::new(Lokr { factor, ..Lokr::SQUARE }) };
     for (case, inner, rank, alpha, on_outputs) in [
         ("dora_locon_linear", lora(), 3, 2.0, true),
         ("dora_locon_conv", lora(), 3, 2.0, true),
@@ -587,10 +582,7 @@ fn dropout_of_a_dora_keeps_its_norm() {
 fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
     const CHANCE: f64 = 0.4;
     let found = tensors("types");
-    let lokr = |factor| Lokr {
-        factor,
-        old_names: false,
-    };
+    let lokr = |factor| Lokr { factor, ..Lokr::SQUARE };
     let (square, narrow) = (lokr(None), lokr(Some(2)));
     let types: [(&str, &dyn AdapterType); 5] = [
         ("LoRA", &Lora),
@@ -696,7 +688,7 @@ fn trained_decompositions_have_the_gradients_of_torch() {
     let files = layers(&file.collect());
     let lokr = Lokr {
         factor: Some(2),
-        old_names: false,
+        ..Lokr::SQUARE
     };
     for (case, adapter) in [
         ("lora_conv", &Lora as &dyn AdapterType),

@@ -95,18 +95,7 @@ pub const BENCHMARKS: &[Benchmark] = &[
         "unet_sd15_lokr_step_64",
         "the same training step with a LoKr, its factors as square as possible, rank 16",
         2_549_758_462_976,
-        |c| {
-            sd::adapter_step(
-                c,
-                &sd1::VARIANT,
-                &Lokr {
-                    factor: None,
-                    old_names: false,
-                },
-                64,
-                false,
-            )
-        },
+        |c| sd::adapter_step(c, &sd1::VARIANT, &Lokr::SQUARE, 64, false),
     ),
     benchmark(
         "unet_sd15_full_gradients_32",

@@ -151,7 +151,7 @@ pub(crate) fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Opt
     let adapter: Box<dyn AdapterType> = match training {
         Training::Lokr { factor, .. } => Box::new(Lokr {
             factor: usize::try_from(factor).ok(),
-            old_names: false,
+            ..Lokr::SQUARE
         }),
         Training::Other { kind: "dora", .. } => Box::new(Dora),
         Training::Other { kind: "loha", .. } => Box::new(Loha),

@@ -2,7 +2,7 @@
 
 use super::layers::{Adapter, AdapterForm, KronSizes, Layer, Unpacking};
 use super::norm::Norm;
-use crate::job::lokr::{lokr_factors, lokr_is_full};
+use crate::job::lokr::{LokrSplits, lokr_is_full};
 use crate::job::lora_containers::is_in_container;
 use crate::plan::names::{NameFilter, matches_glob};
 use crate::plan::qtype::QType;
@@ -17,6 +17,7 @@ pub(in crate::plan) enum AdapterKind {
     Lokr {
         /// `None`: as square as possible.
         factor: Option<usize>,
+        splits: LokrSplits,
     },
     Dora,
     Loha,
@@ -335,7 +336,13 @@ impl Builder {
             AdapterForm::LowRank { .. } => {}
             AdapterForm::Magnitude => self.trained(sizes.outputs, None),
             AdapterForm::Kron(kron) => {
-                self.trained(kron.a * kron.c, Some(kron.a + kron.c));
+                match kron.first_rank {
+                    None => self.trained(kron.a * kron.c, Some(kron.a + kron.c)),
+                    Some(rank) => {
+                        self.trained(kron.a * rank, Some(kron.a + rank));
+                        self.trained(rank * kron.c, Some(rank + kron.c));
+                    }
+                }
                 let width = kron.d * kernel * kernel;
                 match kron.rank {
                     None if kernel > 1.0 => self.trained(kron.b * width, Some(2.0 * kron.b * width / kernel)),
@@ -447,7 +454,7 @@ impl Builder {
         let form = match options.kind {
             AdapterKind::Lora => AdapterForm::LowRank { has_scalar: false },
             AdapterKind::Locon => AdapterForm::LowRank { has_scalar: true },
-            AdapterKind::Lokr { factor } => AdapterForm::Kron(kron_sizes(rank, factor, sizes)),
+            AdapterKind::Lokr { factor, splits } => AdapterForm::Kron(kron_sizes(rank, factor, splits, sizes)),
             AdapterKind::Dora => AdapterForm::Magnitude,
             AdapterKind::Loha => AdapterForm::Hadamard,
             AdapterKind::Difference => AdapterForm::Difference,
@@ -598,11 +605,12 @@ impl Builder {
 }
 
 /// The sizes of a LoKr's matrices.
-fn kron_sizes(rank: f64, factor: Option<usize>, sizes: LayerSizes) -> KronSizes {
+fn kron_sizes(rank: f64, factor: Option<usize>, splits: LokrSplits, sizes: LayerSizes) -> KronSizes {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let whole = |number: f64| number.clamp(0.0, 1e15) as usize;
-    let [[a, b], [c, d]] = [sizes.outputs, sizes.inputs].map(|side| lokr_factors(whole(side), factor));
+    let [[a, b], [c, d]] = splits.factors([sizes.outputs, sizes.inputs].map(whole), factor);
     let is_full = lokr_is_full(whole(rank), [b, d]);
+    let splits_first = splits.splits_first(whole(rank), [a, c]);
     let [a, b, c, d] = [a, b, c, d].map(|side| side as f64);
     KronSizes {
         a,
@@ -610,6 +618,7 @@ fn kron_sizes(rank: f64, factor: Option<usize>, sizes: LayerSizes) -> KronSizes 
         c,
         d,
         rank: (!is_full).then_some(rank),
+        first_rank: splits_first.then_some(rank),
     }
 }
 

@@ -18,7 +18,7 @@ fn factors(layer: &Layer, adapter: Adapter) -> Vec<(u64, f64)> {
     match adapter.form {
         AdapterForm::Hadamard => vec![(0, 2.0 * rank * layer.outputs), (1, 2.0 * rank * layer.fan_in())],
         AdapterForm::Kron(kron) => {
-            let (first, width) = (kron.a * kron.c, kron.d * layer.kernel * layer.kernel);
+            let (first, width) = (kron.of_first(), kron.d * layer.kernel * layer.kernel);
             match kron.rank {
                 None => vec![(0, first), (1, kron.b * width)],
                 Some(rank) => vec![(0, first), (1, kron.b * rank), (3, rank * width)],

@@ -88,7 +88,10 @@ impl Walk {
             is_linear,
             drops,
         };
-        let built = kron.rank.map(|_| self.floats(applied.second()));
+        let built = [
+            kron.rank.map(|_| self.floats(applied.second())),
+            kron.first_rank.map(|_| self.floats(kron.a * kron.c)),
+        ];
         let whole = self.kron_forward(&applied);
         let change = match drops {
             true => {
@@ -127,7 +130,13 @@ impl Walk {
         self.narrowed(scaled, a.output, false)
     }
 
-    fn record_kron(&self, a: Applied, layer: &Layer, (x, y, sum): (&Shaped, &Shaped, &Shaped), built: Option<Shaped>) {
+    fn record_kron(
+        &self,
+        a: Applied,
+        layer: &Layer,
+        (x, y, sum): (&Shaped, &Shaped, &Shaped),
+        built: [Option<Shaped>; 2],
+    ) {
         let (saved, y_id, y_tracked) = (x.clone(), y.id, y.tracked);
         let trained = [0, 1, 3].map(|which| layer.trained_id(which));
         self.record_step(sum, move |walk, gradient| {
@@ -159,6 +168,10 @@ impl Walk {
                 gradients.push((saved.id, walk.narrowed(dx, saved.dims, false)));
             }
             drop(d_groups);
+            if a.kron.first_rank.is_some() {
+                // Those of both factors take its place.
+                gradients[0].1 = walk.floats(a.kron.of_first());
+            }
             match a.kron.rank {
                 None => gradients.push((trained[1], d_second)),
                 Some(rank) => {

@@ -62,6 +62,18 @@ pub(in crate::plan) struct KronSizes {
     pub(in crate::plan) d: f64,
     /// The rank of the product that is the second matrix.
     pub(in crate::plan) rank: Option<f64>,
+    /// The rank of the product that is the first matrix.
+    pub(in crate::plan) first_rank: Option<f64>,
+}
+
+impl KronSizes {
+    /// The trained numbers of the first matrix.
+    pub(super) fn of_first(self) -> f64 {
+        match self.first_rank {
+            Some(rank) => rank * (self.a + self.c),
+            None => self.a * self.c,
+        }
+    }
 }
 
 /// The most rows of a product with a weight in its stored form (`MAX_ROWS` in `nn/linear/few_rows.rs`).

@@ -249,7 +249,10 @@ fn a_lokr_that_splits_nothing_has_no_tucker_and_no_decomposition() {
         );
         import_in(folder.path(), &text, None)
     };
-    import(100_000).unwrap();
-    let errors: Vec<String> = import(8).unwrap_err().iter().map(ToString::to_string).collect();
-    assert!(errors.len() == 1 && errors[0].contains("decompose_both"), "{errors:?}");
+    for (rank, splits) in [(100_000, false), (8, true)] {
+        let imported = import(rank).unwrap();
+        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
+        let kwargs = network.unwrap().network_kwargs;
+        assert_eq!([kwargs.use_cp, kwargs.decompose_both], [splits; 2], "{rank}");
+    }
 }

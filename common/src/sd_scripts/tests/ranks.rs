@@ -470,6 +470,42 @@ fn norms_are_trained_as_by_lycoris() {
     }
 }
 
+/// `LokrModule` and `factorization` of LyCORIS; `create_network` of `lycoris/kohya.py` takes any text of decompose_both for True.
+#[test]
+fn a_lokr_of_lycoris_is_split_as_there() {
+    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
+    let kwargs = |arguments: &str| {
+        let folder = folder();
+        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
+        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
+        let kwargs = network.unwrap().network_kwargs;
+        let splits = [
+            kwargs.decompose_both,
+            kwargs.unbalanced_factorization,
+            kwargs.smaller_factor_first,
+        ];
+        let has_note = imported
+            .notes
+            .iter()
+            .any(|note| note.message.contains("takes any text for True"));
+        (splits, has_note)
+    };
+    let of = |arguments: &str| kwargs(&format!("\"algo=lokr\", {arguments}"));
+    assert_eq!(of("\"factor=-1\""), ([false; 3], false));
+    assert_eq!(of("\"decompose_both=True\""), ([true, false, false], false));
+    assert_eq!(of("\"decompose_both=False\""), ([true, false, false], true));
+    assert_eq!(of("\"decompose_both=\""), ([false; 3], false));
+    assert_eq!(of("\"decompose_both=True\", \"full_matrix=True\""), ([false; 3], false));
+    assert_eq!(of("\"unbalanced_factorization=True\""), ([false, true, false], false));
+    assert_eq!(
+        of("\"unbalanced_factorization=False\", \"factor=8\""),
+        ([false, false, true], false)
+    );
+    let of_loha = kwargs("\"algo=loha\", \"decompose_both=True\", \"unbalanced_factorization=True\", \"factor=8\"");
+    assert_eq!(of_loha, ([false; 3], false));
+}
+
 #[test]
 fn transformers_have_no_convolutions() {
     let (found, notes) = network(Script::Sd3TrainNetwork, "network_args = [\"conv_dim=4\"]");

@@ -267,7 +267,7 @@ fn other_types_keep_their_tensors_or_become_loras() {
     let path = fixtures().join("tiny_sd");
     let lokr = Lokr {
         factor: Some(2),
-        old_names: false,
+        ..Lokr::SQUARE
     };
     let types: [&dyn AdapterType; 3] = [&Loha, &lokr, &Difference];
     for adapter in types {

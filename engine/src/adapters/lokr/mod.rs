@@ -14,18 +14,34 @@ pub(super) use tensors::LokrTensors;
 
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
 use crate::rng::TorchGenerator;
-use aitk_common::job::lokr::{lokr_factors, lokr_is_full};
+pub use aitk_common::job::lokr::LokrSplits;
+use aitk_common::job::lokr::lokr_is_full;
 use candle_core::{DType, Result, Tensor, Var};
 use layer::{Factor, LokrLayer};
 use std::sync::Arc;
 
-/// `network.type: lokr`, as ai-toolkit's `LokrModule` trains it: the first matrix is never a low-rank product.
+/// `network.type: lokr`, as ai-toolkit's `LokrModule` trains it, or with the options of LyCORIS' module of that name.
 #[derive(Clone, Copy, Debug)]
 pub struct Lokr {
     /// `network.lokr_factor`; `None` (-1) splits as square as possible.
     pub factor: Option<usize>,
     /// `network.old_lokr_format`.
     pub old_names: bool,
+    /// How weights are split besides.
+    pub splits: LokrSplits,
+}
+
+impl Lokr {
+    /// As square as possible, as ai-toolkit splits weights.
+    pub const SQUARE: Self = Self {
+        factor: None,
+        old_names: false,
+        splits: LokrSplits {
+            smaller_first: false,
+            unbalanced: false,
+            both: false,
+        },
+    };
 }
 
 impl AdapterType for Lokr {
@@ -33,26 +49,32 @@ impl AdapterType for Lokr {
         self.old_names
     }
 
-    /// The first matrix is uniform in ±1/sqrt(c), the second is zero: itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in
-    /// ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform
+    /// The first matrix is uniform in ±1/sqrt(c), or `lokr_w1_a` in ±1/sqrt(rank) and `lokr_w1_b` in ±1/sqrt(c). The second is zero:
+    /// itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform
     /// numbers with a = sqrt(5).
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
-        let [[a, b], [c, d]] = [new.dims[0], new.dims[1]].map(|side| lokr_factors(side, self.factor));
+        let [[a, b], [c, d]] = self.splits.factors([new.dims[0], new.dims[1]], self.factor);
         let kernel = &new.dims[2..];
         let zeros = |dims: &[usize]| Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?);
         let mut uniform = |rows: usize, columns: usize| {
             let bound = (1.0 / columns.max(1) as f64).sqrt() as f32;
             new.variable(generator.uniform(rows * columns, -bound, bound), &[rows, columns])
         };
-        let first = Factor::Full(uniform(a, c)?);
-        let is_full = lokr_is_full(new.rank, [b, d]);
-        // LyCORIS multiplies whole matrices with sqrt(rank) too (`rs_lora`).
-        let scale_of_whole = match new.rank_stabilised {
-            true => (new.rank as f64).sqrt(),
-            false => 1.0,
+        let splits_first = self.splits.splits_first(new.rank, [a, c]);
+        let first = match splits_first {
+            true => Factor::LowRank(uniform(a, new.rank)?, uniform(new.rank, c)?),
+            false => Factor::Full(uniform(a, c)?),
         };
-        let (second, scale) = match is_full {
-            true => (Factor::Full(zeros(&[&[b, d], kernel].concat())?), scale_of_whole),
+        let is_full = lokr_is_full(new.rank, [b, d]);
+        let are_whole = is_full && !splits_first;
+        let scale = match (are_whole, new.rank_stabilised) {
+            (false, _) => new.alpha / new.rank as f64,
+            // LyCORIS multiplies whole matrices with sqrt(rank) too (`rs_lora`).
+            (true, true) => (new.rank as f64).sqrt(),
+            (true, false) => 1.0,
+        };
+        let second = match is_full {
+            true => Factor::Full(zeros(&[&[b, d], kernel].concat())?),
             false if new.core_kernel().is_some() => {
                 let left = uniform(new.rank, b)?;
                 let taps: usize = kernel.iter().product();
@@ -61,17 +83,11 @@ impl AdapterType for Lokr {
                     .as_detached_tensor()
                     .reshape([&[new.rank, new.rank], kernel].concat())?;
                 let right = zeros(&[new.rank, d])?;
-                (
-                    Factor::Tucker(Var::from_tensor(&core)?, left, right),
-                    new.alpha / new.rank as f64,
-                )
+                Factor::Tucker(Var::from_tensor(&core)?, left, right)
             }
             false => {
                 let down = zeros(&[new.rank, d * kernel.iter().product::<usize>()])?;
-                (
-                    Factor::LowRank(uniform(b, new.rank)?, down),
-                    new.alpha / new.rank as f64,
-                )
+                Factor::LowRank(uniform(b, new.rank)?, down)
             }
         };
         Ok(Arc::new(LokrLayer {
@@ -80,7 +96,7 @@ impl AdapterType for Lokr {
             second,
             kernel: kernel.to_vec(),
             // ai-toolkit saves the configured rank of a layer whose matrices have none.
-            alpha: if is_full { new.rank as f64 } else { new.alpha },
+            alpha: if are_whole { new.rank as f64 } else { new.alpha },
             scale,
             rows: None,
             dropout: new.dropout,

@@ -21,6 +21,14 @@ pub(in super::super) struct LokrTensors {
     rows: Option<RowRanges>,
 }
 
+/// The form of a second matrix that is trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SecondForm {
+    Whole,
+    LowRank,
+    Tucker,
+}
+
 impl LokrTensors {
     /// Reads the tensors of a layer. `None`: they are not a LoKr.
     pub(in super::super) fn read(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
@@ -85,46 +93,59 @@ impl LokrTensors {
         second.reshape(dims).map_err(|error| error.to_string())
     }
 
-    /// The matrices that a training starts from: the first, and the second, or its two factors if it is trained as a product.
+    /// The matrices that a training starts from, in the order of its parameters: those of the first, whole or as its two factors, and those
+    /// of the second in the given form.
     ///
     /// # Errors
     /// When the file does not have them.
-    pub(super) fn matrices(&self, kernel: &[usize], is_low_rank: bool) -> std::result::Result<Vec<Tensor>, String> {
-        let first = self.first().map_err(|error| error.to_string())?;
-        match (&self.second, is_low_rank) {
-            _ if self.rows.is_some() => {
-                Err("the file has one LoKr for several layers of this model, which cannot be trained".to_owned())
-            }
-            (_, false) => Ok(vec![first, self.second(kernel)?]),
-            (StoredMatrix::LowRank(left, right), true) => Ok(vec![first, left.clone(), right.clone()]),
-            (StoredMatrix::Tucker(..), true) => Err(
-                "the file has a third matrix (`lokr_t2`) of it, which this job does not train: set `network.network_kwargs.use_cp: true`"
-                    .to_owned(),
-            ),
-            (_, true) => Err(
-                "the file's second matrix is not a product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
-                 `network.lokr_full_rank: true`"
-                    .to_owned(),
-            ),
+    pub(super) fn matrices(
+        &self,
+        kernel: &[usize],
+        splits_first: bool,
+        second: SecondForm,
+    ) -> std::result::Result<Vec<Tensor>, String> {
+        if self.rows.is_some() {
+            return Err("the file has one LoKr for several layers of this model, which cannot be trained".to_owned());
         }
-    }
-
-    /// The matrices that a training with Tucker's decomposition starts from, in the order of its parameters.
-    ///
-    /// # Errors
-    /// When the file does not have them.
-    pub(super) fn matrices_with_core(&self) -> std::result::Result<Vec<Tensor>, String> {
-        let first = self.first().map_err(|error| error.to_string())?;
-        match &self.second {
-            _ if self.rows.is_some() => {
-                Err("the file has one LoKr for several layers of this model, which cannot be trained".to_owned())
+        let mut matrices = match (&self.first, splits_first) {
+            (_, false) => vec![self.first().map_err(|error| error.to_string())?],
+            (StoredMatrix::LowRank(left, right), true) => vec![left.clone(), right.clone()],
+            (_, true) => {
+                return Err(
+                    "the file's first matrix is not a product of `lokr_w1_a` and `lokr_w1_b`, which this job trains: set \
+                     `network.network_kwargs.decompose_both: false`"
+                        .to_owned(),
+                );
             }
-            StoredMatrix::Tucker(core, left, right) => Ok(vec![first, left.clone(), right.clone(), core.clone()]),
-            _ => Err(
-                "the file has no third matrix (`lokr_t2`) of it, which this job trains: set `network.network_kwargs.use_cp: false`"
-                    .to_owned(),
-            ),
-        }
+        };
+        let of_second = match (&self.second, second) {
+            (_, SecondForm::Whole) => vec![self.second(kernel)?],
+            (StoredMatrix::LowRank(left, right), SecondForm::LowRank) => vec![left.clone(), right.clone()],
+            (StoredMatrix::Tucker(core, left, right), SecondForm::Tucker) => {
+                vec![left.clone(), right.clone(), core.clone()]
+            }
+            (StoredMatrix::Tucker(..), SecondForm::LowRank) => {
+                return Err(
+                    "the file has a third matrix (`lokr_t2`) of it, which this job does not train: set `network.network_kwargs.use_cp: true`"
+                        .to_owned(),
+                );
+            }
+            (_, SecondForm::LowRank) => {
+                return Err(
+                    "the file's second matrix is not a product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
+                     `network.lokr_full_rank: true`"
+                        .to_owned(),
+                );
+            }
+            (_, SecondForm::Tucker) => {
+                return Err(
+                    "the file has no third matrix (`lokr_t2`) of it, which this job trains: set `network.network_kwargs.use_cp: false`"
+                        .to_owned(),
+                );
+            }
+        };
+        matrices.extend(of_second);
+        Ok(matrices)
     }
 }
 

@@ -3,7 +3,7 @@
 use super::super::file_layer::FileLayer;
 use super::super::trained_layer::{ChangeFactors, TrainedLayer, Values, limit_norm_of, norm_of_product};
 use super::layer::{Factor, LokrLayer};
-use super::tensors::LokrTensors;
+use super::tensors::{LokrTensors, SecondForm};
 use crate::nn::ChangeForm;
 use candle_core::{Device, Result, Tensor, Var};
 
@@ -73,10 +73,13 @@ impl TrainedLayer for LokrLayer {
                 file.kind()
             ));
         };
-        let matrices = match &self.second {
-            Factor::Tucker(..) => tensors.matrices_with_core()?,
-            second => tensors.matrices(&self.kernel, matches!(second, Factor::LowRank(..)))?,
+        let form = match &self.second {
+            Factor::Full(_) => SecondForm::Whole,
+            Factor::LowRank(..) => SecondForm::LowRank,
+            Factor::Tucker(..) => SecondForm::Tucker,
         };
+        let splits_first = matches!(self.first, Factor::LowRank(..));
+        let matrices = tensors.matrices(&self.kernel, splits_first, form)?;
         let (ratio, params) = (tensors.scale() / self.scale, self.params());
         let last = params.len() - 1;
         let mut values = Values::default();

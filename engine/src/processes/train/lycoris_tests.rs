@@ -415,6 +415,14 @@ fn the_planner_counts_the_numbers_that_are_trained() {
             all_layers: true,
             ..with_differences(kind)
         }));
+        for (both, unbalanced) in [(true, false), (false, true), (true, true)] {
+            let mut split = network(NetworkType::Lokr);
+            split.network_kwargs.decompose_both = both;
+            split.network_kwargs.unbalanced_factorization = unbalanced;
+            split.network_kwargs.smaller_factor_first = unbalanced;
+            (split.linear, split.conv) = (1, Some(1));
+            networks.push(split);
+        }
         let mut norms_of_lycoris = network(NetworkType::Loha);
         norms_of_lycoris.network_kwargs.train_norm = true;
         networks.push(norms_of_lycoris);

@@ -24,6 +24,7 @@ use aitk_common::job::augmentation::read_augmentations;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use aitk_common::job::lokr::LokrSplits;
 use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::save::SaveFormat;
@@ -166,6 +167,11 @@ pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterTyp
         NetworkType::Lokr => Box::new(Lokr {
             factor: usize::try_from(*network.lokr_factor).ok(),
             old_names: network.old_lokr_format,
+            splits: LokrSplits {
+                smaller_first: network.network_kwargs.smaller_factor_first,
+                unbalanced: network.network_kwargs.unbalanced_factorization,
+                both: network.network_kwargs.decompose_both,
+            },
         }),
         NetworkType::Loha => Box::new(Loha),
         NetworkType::Dora => Box::new(Dora),

@@ -33,7 +33,7 @@ fn adapter(variant: &Value) -> Box<dyn AdapterType> {
         Some("dora") => Box::new(Dora),
         _ => Box::new(Lokr {
             factor: usize::try_from(variant["factor"].as_i64().unwrap()).ok(),
-            old_names: false,
+            ..Lokr::SQUARE
         }),
     }
 }
