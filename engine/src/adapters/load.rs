@@ -144,13 +144,17 @@ pub(super) fn check_fits(parts: &[Part<'_>], file: &AdapterFile, found: &FileLay
 }
 
 /// Attaches the layers of a LoRA file that are in text encoders, for text encoders without their model. Returns how many there
-/// are; a file may have none.
+/// are; a file that has layers of the denoiser may have none.
 ///
 /// # Errors
-/// When the file is damaged or not a LoRA, or a shape does not match its layer.
+/// When the file is damaged or not a LoRA, a shape does not match its layer, or all layers of the file are of other text encoders.
 pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
     let file = AdapterFile::open(path)?;
-    let (mut found, _) = file.resolve(&index_layers(parts)?)?;
+    let (mut found, unknown) = file.resolve(&index_layers(parts)?)?;
+    // Such a file is not loaded with the denoiser, where its layers would be looked for again.
+    if has_text_layers_only(&file) {
+        check_fits(parts, &file, &found, &unknown)?;
+    }
     let of_text: Vec<&str> = parts
         .iter()
         .filter(|part| part.role == PartRole::TextEncoder)

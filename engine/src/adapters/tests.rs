@@ -569,6 +569,26 @@ fn a_lora_of_text_encoders_alone_is_none_for_the_denoiser() {
     check(&whole).unwrap();
 }
 
+/// A training would say that its prompts were encoded with it.
+#[test]
+fn a_lora_of_other_text_encoders_is_refused_before_prompts_are_encoded() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, other) = (
+        fixtures().join("lora/ai_toolkit.safetensors"),
+        dir.path().join("other.safetensors"),
+    );
+    let renamed =
+        |(name, tensor): (String, Tensor)| Some((format!("lora_te3_{}", name.strip_prefix("lora_te_")?), tensor));
+    let tensors = candle_core::safetensors::load(&whole, &Device::Cpu).unwrap();
+    let tensors: HashMap<String, Tensor> = tensors.into_iter().filter_map(renamed).collect();
+    candle_core::safetensors::save(&tensors, &other).unwrap();
+    let folder = fixtures().join("tiny_sd");
+    let mut encoders = families::load_text_encoders(&folder, ArchName::Sd1, &LoadOptions::cpu()).unwrap();
+    let error = load_text_lora(&mut encoders.parts(), &other).unwrap_err().to_string();
+    assert!(error.contains("none of its"), "{error}");
+    assert!(load_text_lora(&mut encoders.parts(), &whole).unwrap() > 0);
+}
+
 /// `check_lora` reads no numbers, and answers as `load_lora` does.
 #[test]
 fn a_check_answers_as_loading_does() {
