@@ -205,9 +205,13 @@ pub(super) async fn send_inputs(
 /// Returns a job that was just submitted.
 ///
 /// # Errors
-/// As [`Api::get`]. The failure names the id, because the job exists: submitted again, there would be two.
+/// As [`Api::get`], and after Ctrl-C. The failure names the id, because the job exists: submitted again, there would be two.
 pub(super) async fn get_submitted(api: &Api, submitted: &SubmissionReceipt) -> Result<JobView, Failure> {
-    let got = api.get(submitted.job.as_str()).await;
+    // A signal does not end the program any more, because it was listened for during the upload.
+    let got = tokio::select! {
+        got = Box::pin(api.get(submitted.job.as_str())) => got,
+        _ = tokio::signal::ctrl_c() => Err(Failure::new(Exit::Interrupted, "interrupted")),
+    };
     got.map_err(|failure| {
         failure.hint(format!(
             "the job was submitted before that: `aitk watch {}` follows it",

@@ -1,6 +1,6 @@
 //! The program against a fake coordinator with scripted answers.
 
-use crate::support::{FakeCoordinator, Home, code, err, job, log, out};
+use crate::support::{FakeCoordinator, FakeState, Home, code, err, job, log, out};
 use aitk_proto::v1::{self, JobState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -144,10 +144,9 @@ async fn the_id_of_a_job_is_shown_although_the_coordinator_fails_after_the_submi
     assert!(err(&output).contains("aitk watch j1"), "{}", err(&output));
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn ctrl_c_works_while_a_job_is_submitted() {
-    let fake = fake(Vec::new());
-    fake.0.lock().unwrap().hang_submits = true;
+/// Interrupts `aitk submit` when the coordinator has got a call that it does not answer. Returns what the command wrote to standard
+/// error.
+async fn interrupt_submit(fake: &FakeCoordinator, has_hung: impl Fn(&FakeState) -> bool) -> String {
     let address = fake.serve().await;
     let home = Home::new();
     home.write("job.yaml", JOB);
@@ -160,18 +159,42 @@ async fn ctrl_c_works_while_a_job_is_submitted() {
         .env("AITK_TOKEN", "t")
         .current_dir(home.path())
         .stdout(Stdio::null())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    while fake.0.lock().unwrap().unanswered_submits == 0 {
+    while !has_hung(&fake.0.lock().unwrap()) {
         assert_eq!(child.try_wait().unwrap(), None);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let start = std::time::Instant::now();
     kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
-    // The first call ends after 30 seconds.
-    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let output = child.wait_with_output().unwrap();
+    // Each call ends after 30 seconds.
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{text}");
+    text
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_works_while_a_job_is_submitted() {
+    let fake = fake(Vec::new());
+    fake.0.lock().unwrap().hang_submits = true;
+    interrupt_submit(&fake, |state| state.unanswered_submits > 0).await;
+}
+
+/// Before, Ctrl-C had no effect then.
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_names_a_job_that_was_submitted() {
+    let fake = fake(Vec::new());
+    {
+        let mut state = fake.0.lock().unwrap();
+        // Calls of `Get` count after a job is followed.
+        state.event_calls.push((0, true));
+        (state.gets_to_answer, state.hang) = (Some(0), true);
+    }
+    let text = interrupt_submit(&fake, |state| state.unanswered_gets > 0).await;
+    assert!(text.contains("aitk watch j1"), "{text}");
 }
 
 /// Writes a program that creates the file `begun` and then takes this many seconds.
