@@ -119,7 +119,7 @@ pub struct Requirements {
     pub data: Vec<ContentHash>,
     /// Running time after which it is stopped, in milliseconds.
     pub time_limit: Option<u64>,
-    /// How many failures in a row, without a new checkpoint in between, are retried.
+    /// How many failures in a row, without a checkpoint of a further step in between, are retried.
     pub retries: u32,
 }
 
@@ -236,7 +236,7 @@ pub struct Job {
     pub reason: String,
     /// It does not start before this time.
     pub not_before: UnixMillis,
-    /// Failures since the last committed checkpoint.
+    /// Failures since the last committed checkpoint of a further step.
     pub failures: u32,
     /// The network outage that it is in.
     #[serde(rename = "network", default, skip_serializing_if = "Option::is_none")]
