@@ -249,8 +249,12 @@ async fn a_model_is_fetched_once_and_an_interrupted_download_is_resumed() {
 async fn an_interrupted_download_that_nobody_resumes_is_removed() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
-    server.publish(&[("model_index.json", INDEX), ("unet/config.json", b"{}")]);
-    // `unet/config.json` is changed last, so that its age counts.
+    server.publish(&[
+        ("model_index.json", INDEX),
+        ("unet/config.json", b"{}"),
+        ("unet/model.safetensors", b"weights"),
+    ]);
+    // `unet/config.json.part` is changed last, so that its age counts.
     let interrupted = |below: &str, name: &str, age: Duration| {
         let partial = folder.path().join(below).join(name);
         let file = partial.join("unet/config.json.part");
