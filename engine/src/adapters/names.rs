@@ -218,15 +218,19 @@ impl LayerIndex {
         self.parts.push(PartNames { id, role, names });
     }
 
-    /// Adds the norms of a part that was added, which files name as diffusers does.
+    /// Adds the norms of a part that was added, by diffusers' names and, of U-Nets, those of the original releases.
     pub(super) fn add_norms(&mut self, id: &'static str, norms: &[(String, usize)]) {
+        let original = OriginalNames::new(norms.iter().map(|(path, _)| path.as_str()));
         for part in self.parts.iter_mut().filter(|part| part.id == id) {
             for norm in norms {
-                part.names.entry(flatten(&norm.0)).or_insert_with(|| NamedLayers {
-                    part: id,
-                    layers: vec![norm.clone()],
-                    halves_swapped: false,
-                });
+                let original = original.as_ref().and_then(|names| names.of_layer(&norm.0));
+                for name in [Some(norm.0.clone()), original].into_iter().flatten() {
+                    part.names.entry(flatten(&name)).or_insert_with(|| NamedLayers {
+                        part: id,
+                        layers: vec![norm.clone()],
+                        halves_swapped: false,
+                    });
+                }
             }
         }
     }
@@ -306,6 +310,34 @@ mod tests {
         ] {
             assert_eq!(saved_since(other), None, "{other}");
             assert_eq!(toolkit_name(other), None, "{other}");
+        }
+    }
+
+    /// LyCORIS saves the norms of SDXL (`train_norm`) with the names of the original release.
+    #[test]
+    fn norms_have_the_names_of_the_original_release_too() {
+        let mut index = index();
+        let norms = [
+            "down_blocks.0.resnets.0.norm1",
+            "down_blocks.0.resnets.1.norm2",
+            "down_blocks.0.attentions.0.norm",
+            "down_blocks.0.attentions.0.transformer_blocks.0.norm3",
+            "mid_block.resnets.1.norm1",
+            "conv_norm_out",
+        ];
+        index.add_norms("unet", &norms.map(|path| (path.to_owned(), 8)));
+        let original = [
+            "input_blocks_1_0_in_layers_0",
+            "input_blocks_2_0_out_layers_0",
+            "input_blocks_1_1_norm",
+            "input_blocks_1_1_transformer_blocks_0_norm3",
+            "middle_block_2_in_layers_0",
+            "out_0",
+        ];
+        for (norm, original) in norms.into_iter().zip(original) {
+            for name in [flatten(norm), original.to_owned()] {
+                assert_eq!(path(&index, &format!("lora_unet_{name}")), norm);
+            }
         }
     }
 
