@@ -50,8 +50,8 @@ impl AdapterType for Lokr {
     }
 
     /// The first matrix is uniform in ±1/sqrt(c), or `lokr_w1_a` in ±1/sqrt(rank) and `lokr_w1_b` in ±1/sqrt(c). The second is zero:
-    /// itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform
-    /// numbers with a = sqrt(5).
+    /// itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in
+    /// ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform numbers with a = sqrt(5).
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
         let [[a, b], [c, d]] = self.splits.factors([new.dims[0], new.dims[1]], self.factor);
         let kernel = &new.dims[2..];
