@@ -661,13 +661,14 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
                            split; remove the argument to train it whole";
             import.note("network_args", message);
         }
-        let has_scale_1 = |alpha: f64, rank: f64| alpha == 0.0 || alpha == rank;
+        let is_stabilised = arguments.is_on("rs_lora");
+        let has_scale_1 = |alpha: f64, rank: f64| !is_stabilised && (alpha == 0.0 || alpha == rank);
         if bypasses
             && !splits_nothing(import, arguments)
             && !(has_scale_1(alpha, rank as f64) && (conv <= 0.0 || has_scale_1(conv_alpha, conv)))
         {
-            let message = "bypass_mode: aitk multiplies a LoKr with alpha / dim, as LyCORIS 4; LyCORIS 3 leaves that out with bypass_mode while \
-                           it trains";
+            let message = "bypass_mode: aitk multiplies a LoKr with alpha / dim (with rs_lora alpha / sqrt(dim)), as LyCORIS 4; LyCORIS 3 leaves \
+                           that out with bypass_mode while it trains";
             import.note("network_args", message);
         }
         let factor = arguments.number(import, "factor").unwrap_or(-1.0);

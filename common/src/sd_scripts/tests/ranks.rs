@@ -357,6 +357,9 @@ fn a_change_that_is_computed_apart_is_the_same_without_dropout() {
             assert_eq!((apart, notes), (plain, [algo == "lokr", false]), "{algo}");
         }
     }
+    let lines =
+        "network_dim = 8\nnetwork_alpha = 8\nnetwork_args = [\"algo=lokr\", \"bypass_mode=True\", \"rs_lora=True\"]";
+    assert_eq!(network_of(lines).1, [true, false]);
     let (of_loha, _) = network_of("network_args = [\"algo=loha\", \"bypass_mode=True\", \"rank_dropout=0.2\"]");
     assert_eq!(of_loha.network_kwargs.rank_dropout, Some(0.2));
     let lines = "network_dim = 8\nnetwork_alpha = 8\nnetwork_args = [\"algo=lokr\", \"bypass_mode=True\", \"rank_dropout=0.2\"]";
