@@ -353,7 +353,8 @@ fn products_are_multiplied_element_by_element() {
 /// The formula of `apply_weight_decompose` in LyCORIS, with each form of the change.
 #[test]
 fn weights_with_a_change_are_normalised_and_multiplied_with_magnitudes() {
-    let cases: [(ChangeForm, &[usize], [&[usize]; 2]); 5] = [
+    type Case<'a> = (ChangeForm, &'a [usize], [&'a [usize]; 2]);
+    let cases: [Case<'_>; 5] = [
         (ChangeForm::LowRank, &[6, 8], [&[6, 2], &[2, 8]]),
         (ChangeForm::LowRank, &[6, 4, 3, 3], [&[6, 2], &[2, 36]]),
         (ChangeForm::Hadamard, &[6, 4, 3, 3], [&[2, 6, 3], &[2, 3, 36]]),

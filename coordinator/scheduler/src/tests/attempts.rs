@@ -193,11 +193,11 @@ fn retries_back_off_and_are_limited() {
     // The first device is in quarantine.
     let session = world.cpu("w2");
     world.heartbeat(session, &[held("ja", 4)]);
-    world.finish(session, &held("ja", 4), failed(FailureCause::Storage));
+    world.finish(session, &held("ja", 4), failed(FailureCause::Machine));
     assert_eq!(world.view("ja").failures, 1);
     world.pass(10);
     world.heartbeat(session, &[held("ja", 5)]);
-    world.commit(session, &held("ja", 5), 3);
+    assert_eq!(world.commit(session, &held("ja", 5), 3), Verdict::Accepted);
     assert_eq!(world.view("ja").failures, 0);
 }
 
