@@ -1,7 +1,7 @@
 //! Generates `docs/sd-scripts.md`; a test checks that the file is up to date.
 
 use super::dataset_options::{DATASET, SHARED, SUBSET};
-use super::network::documented_arguments;
+use super::network_arguments::documented_arguments;
 use super::option::{Fate, OptionRow, UsedBy};
 use super::options::GROUPS;
 use std::fmt::Write as _;

@@ -114,9 +114,11 @@ impl Walk {
     pub(super) fn layer_with_hadamard(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
         let applied = Applied::new(layer, x, is_linear);
         let recording = self.is_recording();
+        // The engine unpacks the weight before it makes the change.
         let unpacked = (layer.unpacking != Unpacking::None).then(|| self.numbers(applied.weights));
-        let weight = self.with_hadamard(&applied);
+        let sum = self.with_change(&applied, adapter.form, false);
         drop(unpacked);
+        let weight = self.narrowed(sum, [applied.weights, 1.0, 1.0, 1.0], false);
         let product = self.dense_product(layer, &applied);
         let y = Shaped {
             tracked: recording,
@@ -169,14 +171,7 @@ impl Walk {
         drop(self.floats(applied.weights));
         let scaled = self.floats(applied.weights);
         drop(sum);
-        let weight = match self.backend.is_half() {
-            true => {
-                let narrow = self.numbers(applied.weights);
-                drop(scaled);
-                narrow
-            }
-            false => scaled,
-        };
+        let weight = self.narrowed(scaled, [applied.weights, 1.0, 1.0, 1.0], false);
         let product = self.dense_product(layer, &applied);
         let y = Shaped {
             tracked: recording,
@@ -227,26 +222,6 @@ impl Walk {
         let base = self.widened(a.weights);
         let sum = self.floats(a.weights);
         drop((change, unpacked, base));
-        sum
-    }
-
-    /// The sum of a weight and of the change of a LoHa: two products, their product, and the sum in float32 and in the compute dtype.
-    fn with_hadamard(&self, a: &Applied) -> Shaped {
-        let products = [0; 2].map(|_| self.floats(a.weights));
-        let product = self.floats(a.weights);
-        drop(products);
-        let base = self.widened(a.weights);
-        let sum = self.floats(a.weights);
-        drop(base);
-        let sum = match self.backend.is_half() {
-            true => {
-                let narrow = self.numbers(a.weights);
-                drop(sum);
-                narrow
-            }
-            false => sum,
-        };
-        drop(product);
         sum
     }
 
