@@ -25,8 +25,12 @@ impl Dropout {
         Self { output: 0.0, ..self } == Self::default()
     }
 
-    /// Whether the whole change of the layer with this name is dropped in the pass with this seed.
-    pub(super) fn drops_module(self, seed: &str, layer: &str) -> bool {
+    /// Whether the layer with this name is computed as without its adapter, in a pass with this strength and seed of what is dropped.
+    pub(super) fn is_off(self, strength: f64, seed: Option<&str>, layer: &str) -> bool {
+        strength == 0.0 || seed.is_some_and(|seed| self.drops_module(seed, layer))
+    }
+
+    fn drops_module(self, seed: &str, layer: &str) -> bool {
         let mut generator = generator_from_text(&format!("{seed}/{layer}/module"));
         self.module > 0.0 && generator.rand(1).iter().any(|u| f64::from(*u) < self.module)
     }

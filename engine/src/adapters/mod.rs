@@ -82,4 +82,7 @@ mod sd35_tests;
 mod tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod trained_types_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod types_tests;

@@ -88,11 +88,6 @@ struct TrainedDecomposition {
 }
 
 impl TrainedDecomposition {
-    /// Whether the layer is computed as without an adapter, in a pass with this strength and seed of what is dropped.
-    fn is_off(&self, strength: f64, dropout_seed: Option<&str>) -> bool {
-        strength == 0.0 || dropout_seed.is_some_and(|seed| self.dropout.drops_module(seed, self.inner.name()))
-    }
-
     /// The weight that replaces that of the layer.
     fn weight(&self, base: &Weight, strength: f64, dropout_seed: Option<&str>, dtype: DType) -> Result<Tensor> {
         let is_training = dropout_seed.is_some();
@@ -121,7 +116,7 @@ impl TrainedDecomposition {
 impl LayerAdapter for TrainedDecomposition {
     fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
         let (strength, seed) = (self.handle.strength(), self.handle.dropout_seed());
-        if self.is_off(strength, seed.as_deref()) {
+        if self.dropout.is_off(strength, seed.as_deref(), self.inner.name()) {
             return Ok(output);
         }
         let weight = self.weight(layer.weight, strength, seed.as_deref(), x.dtype())?;
@@ -132,7 +127,7 @@ impl LayerAdapter for TrainedDecomposition {
 
     fn forward(&self, layer: &BaseLayer<'_>, x: &Tensor) -> Result<Option<Tensor>> {
         let (strength, seed) = (self.handle.strength(), self.handle.dropout_seed());
-        if self.is_off(strength, seed.as_deref()) {
+        if self.dropout.is_off(strength, seed.as_deref(), self.inner.name()) {
             return Ok(None);
         }
         let weight = self.weight(layer.weight, strength, seed.as_deref(), x.dtype())?;

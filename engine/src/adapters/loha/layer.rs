@@ -88,12 +88,11 @@ impl LohaLayer {
 
 impl LayerAdapter for LohaLayer {
     fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
-        if self.handle.strength() == 0.0 {
-            return Ok(output);
-        }
         let dropout_seed = self.handle.dropout_seed();
-        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
-        if dropout_seed.as_ref().is_some_and(drops) {
+        if self
+            .dropout
+            .is_off(self.handle.strength(), dropout_seed.as_deref(), &self.name)
+        {
             return Ok(output);
         }
         let [left, right] = self.factors(dropout_seed.as_deref())?;
@@ -105,8 +104,10 @@ impl LayerAdapter for LohaLayer {
     /// needs five.
     fn forward(&self, layer: &BaseLayer<'_>, x: &Tensor) -> Result<Option<Tensor>> {
         let dropout_seed = self.handle.dropout_seed();
-        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
-        if self.handle.strength() == 0.0 || dropout_seed.as_ref().is_some_and(drops) {
+        if self
+            .dropout
+            .is_off(self.handle.strength(), dropout_seed.as_deref(), &self.name)
+        {
             return Ok(None);
         }
         let base = layer.weight.dense()?;

@@ -80,13 +80,8 @@ impl LokrLayer {
 
 impl LayerAdapter for LokrLayer {
     fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
-        let strength = self.handle.strength() * self.scale;
-        if strength == 0.0 {
-            return Ok(output);
-        }
-        let dropout_seed = self.handle.dropout_seed();
-        let drops = |seed: &Arc<str>| self.dropout.drops_module(seed, &self.name);
-        if dropout_seed.as_ref().is_some_and(drops) {
+        let (strength, dropout_seed) = (self.handle.strength() * self.scale, self.handle.dropout_seed());
+        if self.dropout.is_off(strength, dropout_seed.as_deref(), &self.name) {
             return Ok(output);
         }
         let is_training = dropout_seed.is_some();
