@@ -28,6 +28,10 @@ pub trait Operation<const N: usize>: Send + Sync + 'static {
     /// When the shapes do not match.
     fn forward(&self, inputs: [&[f32]; N], shapes: [&Shape; N]) -> Result<(Vec<f32>, Shape)>;
 
+    /// Receives the result of [`Self::forward`] before [`Self::backward`] runs. An operation whose backward pass reads the
+    /// result keeps it, detached.
+    fn save_result(&self, _result: &Tensor) {}
+
     /// Computes the gradients of the inputs that require one, from the contiguous `gradient` of the result. The values
     /// for other inputs are ignored.
     ///
@@ -120,7 +124,9 @@ where
         if !tracked {
             return Tensor::from_vec(elements, shape, &Device::Cpu);
         }
-        leaf_from_vec(elements, shape)
+        let result = leaf_from_vec(elements, shape);
+        operation.save_result(&result);
+        result
     } else {
         let detached: [Tensor; N] = std::array::from_fn(|i| contiguous[i].detach());
         let result = operation.forward_tensors(detached.each_ref())?;
@@ -195,10 +201,16 @@ impl<O> GraphNode<O> {
         Ok((CpuStorage::F32(elements), shape))
     }
 
-    fn backward<const N: usize>(&self, inputs: [&Tensor; N], gradient: &Tensor) -> Result<[Option<Tensor>; N]>
+    fn backward<const N: usize>(
+        &self,
+        inputs: [&Tensor; N],
+        result: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; N]>
     where
         O: Operation<N>,
     {
+        self.0.save_result(result);
         let inputs = inputs.map(|input| Input {
             elements: Some(input.detach()),
             shape: input.shape().clone(),
@@ -218,8 +230,8 @@ impl<O: Operation<1>> CustomOp1 for GraphNode<O> {
         self.forward([(a, a_layout)])
     }
 
-    fn bwd(&self, a: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let [a] = self.backward([a], gradient)?;
+    fn bwd(&self, a: &Tensor, result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let [a] = self.backward([a], result, gradient)?;
         Ok(a)
     }
 }
@@ -239,8 +251,14 @@ impl<O: Operation<2>> CustomOp2 for GraphNode<O> {
         self.forward([(a, a_layout), (b, b_layout)])
     }
 
-    fn bwd(&self, a: &Tensor, b: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [a, b] = self.backward([a, b], gradient)?;
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        result: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [a, b] = self.backward([a, b], result, gradient)?;
         Ok((a, b))
     }
 }
@@ -267,10 +285,10 @@ impl<O: Operation<3>> CustomOp3 for GraphNode<O> {
         a: &Tensor,
         b: &Tensor,
         c: &Tensor,
-        _: &Tensor,
+        result: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [a, b, c] = self.backward([a, b, c], gradient)?;
+        let [a, b, c] = self.backward([a, b, c], result, gradient)?;
         Ok((a, b, c))
     }
 }

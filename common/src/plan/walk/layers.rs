@@ -487,9 +487,10 @@ impl Walk {
         let y = self.tensor(q.dims, tracked);
         drop((scratch, by_head));
         if tracked {
-            let saved = [q, k, v].map(Clone::clone);
+            // The result is read in the backward pass, too.
+            let saved = [q, k, v, &y].map(Clone::clone);
             self.record_step(&y, move |walk, gradient| {
-                let [q, k, v] = &saved;
+                let [q, k, v, _] = &saved;
                 // The scores are computed again.
                 walk.meter.multiply(5.0 * scores);
                 let scratch = walk.packed_keys(k);

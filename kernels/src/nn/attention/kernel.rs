@@ -1,16 +1,21 @@
-//! Attention on the CPU: a panel of queries at a time, with all keys.
+//! Attention on the CPU: a block of keys and a panel of queries at a time, so that all operands of a product are in the
+//! cache.
 //!
-//! Scores are transposed, `[keys][queries of a panel]`, one or two vectors of queries wide. The softmax then works on
-//! whole vectors, its result is already packed as the operand of the next product, and each thread has one such panel
-//! in memory. The backward pass recomputes the scores, as FlashAttention does (T. Dao and others, arXiv:2205.14135).
+//! Scores are transposed, `[keys of a block][queries of a panel]`, one or two vectors of queries wide. The softmax then
+//! works on whole vectors, and its result is already packed as the operand of the next product. As in FlashAttention
+//! (T. Dao and others, arXiv:2205.14135), the forward pass scales its sums whenever a block has a larger score than
+//! those before it, and the backward pass recomputes the scores.
 
 use crate::nn::cpu::{
     InitialValue, Kernel, LeftLayout, LeftOperand, Mat, OutputTile, RightOperand, Simd, panel_width, tile,
 };
 use std::ops::Range;
 
-/// Sums over more keys than this are sums of partial sums, which reduces the rounding error.
-const KEY_BLOCK: usize = 512;
+/// The keys of a block: a multiple of [`Simd::ROWS`] of every instruction set. Fewer where a head has so many features
+/// that keys, values and their gradients would not fit in the L2 cache.
+fn key_block(width: usize) -> usize {
+    if width <= 128 { 252 } else { 84 }
+}
 
 /// The bias of the scores of one head.
 #[derive(Clone, Copy)]
@@ -21,22 +26,27 @@ pub(super) struct Bias<'a> {
 }
 
 impl Bias<'_> {
-    /// Adds the bias to `scores` [keys][line] of `queries` queries, the first of which is `start`.
-    fn add(&self, scores: &mut [f32], line: usize, start: usize, queries: usize) {
-        let keys = scores.len() / line;
+    /// Adds the bias of `tile`, of `all_keys` keys, to its `scores` [keys][line].
+    fn add(&self, scores: &mut [f32], line: usize, tile: &ScoreTile, all_keys: usize) {
         if self.per_query {
-            for query in 0..queries {
-                let bias = &self.data[(start + query) * keys..][..keys];
-                for (score, bias) in scores[query..].iter_mut().step_by(line).zip(bias) {
+            for (lane, query) in tile.queries.clone().enumerate() {
+                let bias = &self.data[query * all_keys..][tile.keys.clone()];
+                for (score, bias) in scores[lane..].iter_mut().step_by(line).zip(bias) {
                     *score += bias;
                 }
             }
             return;
         }
-        for (scores, bias) in scores.chunks_exact_mut(line).zip(self.data) {
+        for (scores, bias) in scores.chunks_exact_mut(line).zip(&self.data[tile.keys.clone()]) {
             scores.iter_mut().for_each(|score| *score += bias);
         }
     }
+}
+
+/// The keys of a block and the queries of a panel, whose scores are computed together.
+struct ScoreTile {
+    keys: Range<usize>,
+    queries: Range<usize>,
 }
 
 /// The sizes and parameters of the attention of one head.
@@ -71,21 +81,24 @@ impl Packed {
         Self { data, rows, depth }
     }
 
-    /// Computes `out[row][0..cols] = initial + self * b` over `depth`. `b` is a panel `[depth][width]` from
-    /// `depth.start` on.
+    /// Computes `out[row - rows.start][0..cols] = initial + self[row] * b` for these rows over `depth`. `rows` begins at a
+    /// multiple of [`Simd::ROWS`] and ends at one or at the last row. `b` is a panel `[depth][width]` from `depth.start` on.
     #[inline(always)]
     #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
-    fn times<S: Simd>(&self, depth: Range<usize>, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
+    fn times<S: Simd>(&self, part: Part, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
         let line = panel_width::<S>(cols);
-        assert!(depth.end <= self.depth && b.len() >= depth.len() * line && out.len() >= self.rows * line);
-        for row in (0..self.rows).step_by(S::ROWS) {
-            let rows = S::ROWS.min(self.rows - row);
+        let Part { rows: all, depth } = part;
+        assert!(all.start.is_multiple_of(S::ROWS) && (all.end.is_multiple_of(S::ROWS) || all.end == self.rows));
+        assert!(all.end <= self.rows && depth.end <= self.depth);
+        assert!(b.len() >= depth.len() * line && out.len() >= all.len() * line);
+        for row in all.clone().step_by(S::ROWS) {
+            let rows = S::ROWS.min(all.end - row);
             let a = &self.data[row * self.depth + depth.start * rows..];
-            // SAFETY: the assertion checked `depth` and the lengths of `b` and `out`, each in lines of `line` elements.
+            // SAFETY: the assertions checked `depth` and the lengths of `b` and `out`, each in lines of `line` elements.
             // `a` begins at this panel of `rows` rows and `self.depth` lines, in line `depth.start`.
             unsafe {
                 let target = OutputTile {
-                    data: out.as_mut_ptr().add(row * line),
+                    data: out.as_mut_ptr().add((row - all.start) * line),
                     stride: line,
                     cols: line,
                     initial,
@@ -94,118 +107,146 @@ impl Packed {
             }
         }
     }
+
+    /// All of the matrix.
+    fn whole(&self) -> Part {
+        Part {
+            rows: 0..self.rows,
+            depth: 0..self.depth,
+        }
+    }
 }
 
-/// The factors that turn exponentials into probabilities.
-struct Softmax {
-    /// 1 / the sum of exponentials, for each query of a panel.
-    inverse: Vec<f32>,
+/// A part of a packed matrix.
+struct Part {
+    rows: Range<usize>,
+    depth: Range<usize>,
 }
 
 impl Problem<'_> {
+    /// The blocks of keys.
+    fn key_blocks(&self) -> impl Iterator<Item = Range<usize>> {
+        let (keys, block) = (self.keys, key_block(self.width));
+        (0..keys)
+            .step_by(block)
+            .map(move |first| first..(first + block).min(keys))
+    }
+
+    /// Whether all scores of a tile are masked.
+    fn skips(&self, tile: &ScoreTile) -> bool {
+        self.causal && tile.keys.start >= tile.queries.end
+    }
+
     /// Packs these rows of `matrix` [rows, width], times `factor`, as a panel `[width][rows]`.
     #[inline(always)]
-    fn pack_transposed<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factor: f32, panel: &mut Vec<f32>) {
+    fn pack_transposed<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factor: f32, panel: &mut [f32]) {
         let line = panel_width::<S>(rows.len());
-        panel.clear();
-        panel.resize(self.width * line, 0.0);
+        let panel = &mut panel[..self.width * line];
+        panel.fill(0.0);
         RightOperand::pack(&matrix.t(), rows, 0..self.width, line, panel);
         panel.iter_mut().for_each(|value| *value *= factor);
     }
 
-    /// Replaces `scores` [keys][line] of `queries` queries, the first of which is `start`, by their exponentials. A
-    /// query for which all keys are masked gets zeros.
+    /// Adds the bias to the scores of a tile, and minus infinity where a key is later than the query.
     #[inline(always)]
-    #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
-    fn exponentials<S: Simd>(&self, scores: &mut [f32], start: usize, queries: usize) -> Softmax {
-        let line = panel_width::<S>(queries);
+    fn mask(&self, scores: &mut [f32], line: usize, tile: &ScoreTile) {
         if let Some(bias) = &self.bias {
-            bias.add(scores, line, start, queries);
+            bias.add(scores, line, tile, self.keys);
         }
         if self.causal {
-            for (key, scores) in scores.chunks_exact_mut(line).enumerate().skip(start + 1) {
-                let masked = (key - start).min(line);
+            for (key, scores) in tile.keys.clone().zip(scores.chunks_exact_mut(line)) {
+                let masked = key.saturating_sub(tile.queries.start).min(line);
                 scores[..masked].fill(f32::NEG_INFINITY);
             }
         }
-        let mut inverse = vec![0f32; line];
-        for lane in (0..line).step_by(S::LANES) {
-            // SAFETY: each line of `scores`, and `inverse`, has `line` elements, a multiple of `S::LANES`; `lane` is
-            // the start of a vector of it.
-            unsafe {
-                let mut max = S::splat(f32::MIN);
-                for scores in scores.chunks_exact(line) {
-                    max = S::max(max, S::load(scores.as_ptr().add(lane)));
-                }
-                let mut sum = S::splat(0.0);
-                for scores in scores.chunks_mut(line * KEY_BLOCK) {
-                    let mut part = S::splat(0.0);
-                    for scores in scores.chunks_exact_mut(line) {
-                        let at = scores.as_mut_ptr().add(lane);
-                        let e = S::exp(S::sub(S::load(at), max));
-                        part = S::add(part, e);
-                        S::store(at, e);
-                    }
-                    sum = S::add(sum, part);
-                }
-                // The exponential of the maximum is 1: the sum is at least 1, unless all keys are masked.
-                let sum = S::max(S::splat(f32::MIN_POSITIVE), sum);
-                S::store(inverse.as_mut_ptr().add(lane), S::div(S::splat(1.0), sum));
-            }
-        }
-        Softmax { inverse }
     }
 
-    /// Writes `a * scores`, `[a.rows][line]`, to `out`: the sum over all keys, one block of keys at a time.
+    /// Packs these rows of `matrix` [rows, width], each times its factor, in panels of two vectors of features,
+    /// `[features / two vectors][rows][two vectors]`; the last panel may be one vector wide.
     #[inline(always)]
-    fn sum_over_keys<S: Simd>(&self, a: &Packed, scores: &[f32], cols: usize, out: &mut Vec<f32>) {
-        let line = panel_width::<S>(cols);
-        out.clear();
-        out.resize(a.rows * line, 0.0);
-        for first in (0..self.keys).step_by(KEY_BLOCK) {
-            let depth = first..(first + KEY_BLOCK).min(self.keys);
-            a.times::<S>(depth, &scores[first * line..], cols, out, InitialValue::Output);
-        }
-    }
-
-    /// Adds `scores` [keys][line] times the rows `b` [queries, width], each times its factor, to `out` [keys, width].
-    #[inline(always)]
-    #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
-    fn add_to_keys<S: Simd>(
-        &self,
-        scores: &[f32],
-        b: (Mat<'_>, Range<usize>),
-        factors: Option<&[f32]>,
-        panel: &mut Vec<f32>,
-        out: &mut [f32],
-    ) {
-        let (matrix, queries) = b;
-        let line = panel_width::<S>(queries.len());
-        assert!(scores.len() >= self.keys * line && out.len() >= self.keys * self.width);
+    fn pack_rows<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factors: Option<&[f32]>, panels: &mut [f32]) {
         for col in (0..self.width).step_by(2 * S::LANES) {
             let cols = col..(col + 2 * S::LANES).min(self.width);
             let wide = panel_width::<S>(cols.len());
-            panel.clear();
-            panel.resize(queries.len() * wide, 0.0);
-            RightOperand::pack(&matrix, cols.clone(), queries.clone(), wide, panel);
-            if let Some(factors) = factors {
-                for (line, factor) in panel.chunks_exact_mut(wide).zip(factors) {
-                    line.iter_mut().for_each(|value| *value *= factor);
-                }
+            let panel = &mut panels[col * rows.len()..][..rows.len() * wide];
+            panel.fill(0.0);
+            RightOperand::pack(&matrix, cols, rows.clone(), wide, panel);
+            for (line, factor) in panel.chunks_exact_mut(wide).zip(factors.unwrap_or_default()) {
+                line.iter_mut().for_each(|value| *value *= factor);
             }
-            for key in (0..self.keys).step_by(S::ROWS) {
-                let rows = S::ROWS.min(self.keys - key);
-                // SAFETY: the assertion checked the lengths of `scores` and `out`. Rows `key..key + rows` and the
-                // columns `cols` lie inside `out`; `panel` has `queries.len()` lines of `wide` elements.
+        }
+    }
+
+    /// Adds `scores` [keys][line] of `queries` queries times their rows, packed by [`Self::pack_rows`], to `out`
+    /// [keys, width].
+    #[inline(always)]
+    #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
+    fn add_to_keys<S: Simd>(&self, scores: &[f32], queries: usize, rows: &[f32], out: &mut [f32]) {
+        let line = panel_width::<S>(queries);
+        let keys = out.len() / self.width;
+        assert!(scores.len() >= keys * line);
+        for col in (0..self.width).step_by(2 * S::LANES) {
+            let cols = (self.width - col).min(2 * S::LANES);
+            let panel = &rows[col * queries..][..queries * panel_width::<S>(cols)];
+            for key in (0..keys).step_by(S::ROWS) {
+                let rows = S::ROWS.min(keys - key);
+                // SAFETY: the assertion checked the length of `scores`. Rows `key..key + rows` and the `cols` columns
+                // from `col` on lie inside `out`; `panel` has `queries` lines of this width.
                 unsafe {
                     let target = OutputTile {
                         data: out.as_mut_ptr().add(key * self.width + col),
                         stride: self.width,
-                        cols: cols.len(),
+                        cols,
                         initial: InitialValue::Output,
                     };
                     let a = scores.as_ptr().add(key * line);
-                    tile::<S>(rows, queries.len(), a, LeftLayout::Rows(line), panel.as_ptr(), target);
+                    tile::<S>(rows, queries, a, LeftLayout::Rows(line), panel.as_ptr(), target);
+                }
+            }
+        }
+    }
+}
+
+/// The sums over the keys so far, for the queries of a panel: `[line]`.
+struct Sums<'a> {
+    /// The largest score of each query.
+    max: &'a mut [f32],
+    /// The sum of the exponentials of the scores, relative to the largest.
+    exponentials: &'a mut [f32],
+    /// The sum of the values times these exponentials, `[width][line]`.
+    values: &'a mut [f32],
+}
+
+impl Sums<'_> {
+    /// Replaces `scores` [keys][line] by their exponentials relative to the largest so far, adds them up, and scales the
+    /// sums so far. The exponentials of masked keys are zeros.
+    #[inline(always)]
+    #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
+    fn add_exponentials<S: Simd>(&mut self, scores: &mut [f32], line: usize) {
+        assert!(self.max.len() >= line && self.exponentials.len() >= line);
+        for lane in (0..line).step_by(S::LANES) {
+            // SAFETY: each line of `scores` and of `self.values`, and the other sums, has at least `line` elements, a
+            // multiple of `S::LANES`; `lane` is the start of a vector of it.
+            unsafe {
+                let before = S::load(self.max.as_ptr().add(lane));
+                let mut max = before;
+                for scores in scores.chunks_exact(line) {
+                    max = S::max(max, S::load(scores.as_ptr().add(lane)));
+                }
+                let mut sum = S::splat(0.0);
+                for scores in scores.chunks_exact_mut(line) {
+                    let at = scores.as_mut_ptr().add(lane);
+                    let e = S::exp(S::sub(S::load(at), max));
+                    sum = S::add(sum, e);
+                    S::store(at, e);
+                }
+                let factor = S::exp(S::sub(before, max));
+                let exponentials = self.exponentials.as_mut_ptr().add(lane);
+                S::store(exponentials, S::mul_add(S::load(exponentials), factor, sum));
+                S::store(self.max.as_mut_ptr().add(lane), max);
+                for values in self.values.chunks_exact_mut(line) {
+                    let at = values.as_mut_ptr().add(lane);
+                    S::store(at, S::mul(S::load(at), factor));
                 }
             }
         }
@@ -247,15 +288,40 @@ impl Kernel for PackHead<'_> {
     }
 }
 
+/// What the backward pass reads of the softmax of each query.
+pub(super) struct Statistics<T> {
+    /// The largest score.
+    pub(super) max: T,
+    /// 1 / the sum of the exponentials of the scores, relative to the largest.
+    pub(super) inverse: T,
+}
+
 /// Buffers that a thread reuses for all its tasks.
 #[derive(Default)]
 pub(super) struct Scratch {
     scores: Vec<f32>,
-    panel: Vec<f32>,
-    transposed: Vec<f32>,
+    score_gradients: Vec<f32>,
+    /// Panels of queries, `[panels][width][two vectors]`, as the four that follow.
+    queries: Vec<f32>,
+    sums: Vec<f32>,
+    gradients: Vec<f32>,
+    /// Panels of rows, for the gradients of keys and values.
+    query_rows: Vec<f32>,
+    gradient_rows: Vec<f32>,
+    /// One number for each query, in panels: the softmax, and in the backward pass the sum of gradient times result.
+    max: Vec<f32>,
+    exponentials: Vec<f32>,
+    dots: Vec<f32>,
 }
 
-/// The kernel of the forward pass, for the queries of one head from `start` on. Writes `y` [queries, width].
+/// Makes `buffer` this long, with this value everywhere.
+fn refill(buffer: &mut Vec<f32>, length: usize, value: f32) {
+    buffer.clear();
+    buffer.resize(length, value);
+}
+
+/// The kernel of the forward pass, for the queries of one head from `start` on. Writes `y` [queries, width] and the
+/// statistics of these queries.
 pub(super) struct Forward<'a> {
     pub(super) problem: Problem<'a>,
     /// All queries of the head, [queries, width].
@@ -263,6 +329,7 @@ pub(super) struct Forward<'a> {
     pub(super) head: &'a PackedHead,
     pub(super) start: usize,
     pub(super) y: &'a mut [f32],
+    pub(super) statistics: Statistics<&'a mut [f32]>,
     pub(super) scratch: &'a mut Scratch,
 }
 
@@ -270,24 +337,70 @@ impl Kernel for Forward<'_> {
     type Output = ();
 
     #[inline(always)]
+    #[expect(
+        clippy::needless_range_loop,
+        reason = "a panel has a part in each of several buffers"
+    )]
     fn run<S: Simd>(self) {
         let (p, scratch) = (self.problem, self.scratch);
-        for (n, y) in self.y.chunks_mut(2 * S::LANES * p.width).enumerate() {
-            let first = self.start + n * 2 * S::LANES;
-            let queries = first..first + y.len() / p.width;
-            let (cols, line) = (queries.len(), panel_width::<S>(queries.len()));
-            p.pack_transposed::<S>(self.q, queries, p.scale, &mut scratch.panel);
-            scratch.scores.resize(p.keys * line, 0.0);
-            self.head.keys.times::<S>(
-                0..p.width,
-                &scratch.panel,
-                cols,
-                &mut scratch.scores,
-                InitialValue::Zero,
-            );
-            let softmax = p.exponentials::<S>(&mut scratch.scores, first, cols);
-            p.sum_over_keys::<S>(&self.head.values, &scratch.scores, cols, &mut scratch.transposed);
-            transpose_scaled(&scratch.transposed, line, Some(&softmax.inverse), y, p.width);
+        let count = self.y.len() / p.width;
+        let (wide, size) = (2 * S::LANES, 2 * S::LANES * p.width);
+        let panels = count.div_ceil(wide);
+        let queries_of = |n: usize| self.start + n * wide..self.start + count.min((n + 1) * wide);
+        refill(&mut scratch.queries, panels * size, 0.0);
+        refill(&mut scratch.sums, panels * size, 0.0);
+        refill(&mut scratch.max, panels * wide, f32::MIN);
+        refill(&mut scratch.exponentials, panels * wide, 0.0);
+        refill(&mut scratch.scores, key_block(p.width).min(p.keys) * wide, 0.0);
+        for (n, panel) in scratch.queries.chunks_exact_mut(size).enumerate() {
+            p.pack_transposed::<S>(self.q, queries_of(n), p.scale, panel);
+        }
+        for keys in p.key_blocks() {
+            for n in 0..panels {
+                let tile = ScoreTile {
+                    keys: keys.clone(),
+                    queries: queries_of(n),
+                };
+                if p.skips(&tile) {
+                    continue;
+                }
+                let cols = tile.queries.len();
+                let line = panel_width::<S>(cols);
+                let scores = &mut scratch.scores[..keys.len() * line];
+                let part = Part {
+                    rows: keys.clone(),
+                    depth: 0..p.width,
+                };
+                let queries = &scratch.queries[n * size..][..size];
+                self.head
+                    .keys
+                    .times::<S>(part, queries, cols, scores, InitialValue::Zero);
+                p.mask(scores, line, &tile);
+                let values = &mut scratch.sums[n * size..][..p.width * line];
+                let mut sums = Sums {
+                    max: &mut scratch.max[n * wide..][..line],
+                    exponentials: &mut scratch.exponentials[n * wide..][..line],
+                    values,
+                };
+                sums.add_exponentials::<S>(scores, line);
+                let part = Part {
+                    rows: 0..p.width,
+                    depth: keys.clone(),
+                };
+                let values = &self.head.values;
+                values.times::<S>(part, scores, cols, sums.values, InitialValue::Output);
+            }
+        }
+        // The exponential of the maximum is 1: the sum is at least 1, unless all keys are masked.
+        let inverse = |sum: &f32| 1.0 / sum.max(f32::MIN_POSITIVE);
+        for (to, sum) in self.statistics.inverse.iter_mut().zip(&scratch.exponentials) {
+            *to = inverse(sum);
+        }
+        self.statistics.max.copy_from_slice(&scratch.max[..count]);
+        for (n, y) in self.y.chunks_mut(size).enumerate() {
+            let line = panel_width::<S>(y.len() / p.width);
+            let factors = &self.statistics.inverse[n * wide..];
+            transpose_scaled(&scratch.sums[n * size..], line, Some(factors), y, p.width);
         }
     }
 }
@@ -298,83 +411,171 @@ pub(super) struct Backward<'a> {
     pub(super) q: Mat<'a>,
     pub(super) k: Mat<'a>,
     pub(super) v: Mat<'a>,
+    /// The result of the forward pass.
+    pub(super) y: Mat<'a>,
     pub(super) dy: Mat<'a>,
+    pub(super) statistics: Statistics<&'a [f32]>,
     pub(super) scratch: &'a mut Scratch,
+}
+
+impl Backward<'_> {
+    /// Packs what is read of each panel of queries, once for all blocks of keys.
+    #[inline(always)]
+    fn pack_queries<S: Simd>(&mut self) {
+        let (p, scratch) = (self.problem, &mut *self.scratch);
+        let (wide, size) = (2 * S::LANES, 2 * S::LANES * p.width);
+        let rows_size = wide * p.width.next_multiple_of(S::LANES);
+        let panels = p.queries.div_ceil(wide);
+        for buffer in [&mut scratch.queries, &mut scratch.gradients, &mut scratch.sums] {
+            refill(buffer, panels * size, 0.0);
+        }
+        for buffer in [&mut scratch.query_rows, &mut scratch.gradient_rows] {
+            refill(buffer, panels * rows_size, 0.0);
+        }
+        for buffer in [&mut scratch.max, &mut scratch.exponentials, &mut scratch.dots] {
+            refill(buffer, panels * wide, 0.0);
+        }
+        for buffer in [&mut scratch.scores, &mut scratch.score_gradients] {
+            refill(buffer, key_block(p.width).min(p.keys) * wide, 0.0);
+        }
+        scratch.max[..p.queries].copy_from_slice(self.statistics.max);
+        scratch.exponentials[..p.queries].copy_from_slice(self.statistics.inverse);
+        for n in 0..panels {
+            let queries = n * wide..p.queries.min((n + 1) * wide);
+            let line = panel_width::<S>(queries.len());
+            let gradients = &mut scratch.gradients[n * size..][..size];
+            p.pack_transposed::<S>(self.dy, queries.clone(), 1.0, gradients);
+            // The panel of queries holds the results until their products with the gradients are added up.
+            let panel = &mut scratch.queries[n * size..][..size];
+            p.pack_transposed::<S>(self.y, queries.clone(), 1.0, panel);
+            let dots = &mut scratch.dots[n * wide..][..line];
+            for (y, dy) in panel.chunks_exact(line).zip(gradients.chunks_exact(line)).take(p.width) {
+                for (dot, (y, dy)) in dots.iter_mut().zip(y.iter().zip(dy)) {
+                    *dot += y * dy;
+                }
+            }
+            p.pack_transposed::<S>(self.q, queries.clone(), p.scale, panel);
+            let rows = &mut scratch.query_rows[n * rows_size..][..rows_size];
+            p.pack_rows::<S>(self.q, queries.clone(), None, rows);
+            let rows = &mut scratch.gradient_rows[n * rows_size..][..rows_size];
+            let inverse = &self.statistics.inverse[queries.clone()];
+            p.pack_rows::<S>(self.dy, queries, Some(inverse), rows);
+        }
+    }
 }
 
 impl Kernel for Backward<'_> {
     type Output = [Vec<f32>; 3];
 
     #[inline(always)]
-    fn run<S: Simd>(self) -> [Vec<f32>; 3] {
+    #[expect(
+        clippy::needless_range_loop,
+        reason = "a panel has a part in each of several buffers"
+    )]
+    fn run<S: Simd>(mut self) -> [Vec<f32>; 3] {
+        self.pack_queries::<S>();
         let (p, scratch) = (self.problem, self.scratch);
+        let (wide, size) = (2 * S::LANES, 2 * S::LANES * p.width);
+        let rows_size = wide * p.width.next_multiple_of(S::LANES);
+        let panels = p.queries.div_ceil(wide);
         let (mut dq, mut dk, mut dv) = (
             vec![0f32; p.queries * p.width],
             vec![0f32; p.keys * p.width],
             vec![0f32; p.keys * p.width],
         );
-        let (keys, values) = (Packed::new::<S>(self.k), Packed::new::<S>(self.v));
-        let keys_transposed = Packed::new::<S>(self.k.t());
-        let mut grads = Vec::new();
-        for (n, dq) in dq.chunks_mut(2 * S::LANES * p.width).enumerate() {
-            let first = n * 2 * S::LANES;
-            let queries = first..first + dq.len() / p.width;
-            let (cols, line) = (queries.len(), panel_width::<S>(queries.len()));
-            p.pack_transposed::<S>(self.q, queries.clone(), p.scale, &mut scratch.panel);
-            scratch.scores.resize(p.keys * line, 0.0);
-            keys.times::<S>(
-                0..p.width,
-                &scratch.panel,
-                cols,
-                &mut scratch.scores,
-                InitialValue::Zero,
-            );
-            let softmax = p.exponentials::<S>(&mut scratch.scores, first, cols);
+        for keys in p.key_blocks() {
+            let (k, v) = (self.k.with_rows(keys.clone()), self.v.with_rows(keys.clone()));
+            let (packed_keys, packed_values) = (Packed::new::<S>(k), Packed::new::<S>(v));
+            let keys_transposed = Packed::new::<S>(k.t());
+            let elements = keys.start * p.width..keys.end * p.width;
+            let (dk, dv) = (&mut dk[elements.clone()], &mut dv[elements]);
+            for n in 0..panels {
+                let tile = ScoreTile {
+                    keys: keys.clone(),
+                    queries: n * wide..p.queries.min((n + 1) * wide),
+                };
+                if p.skips(&tile) {
+                    continue;
+                }
+                let cols = tile.queries.len();
+                let line = panel_width::<S>(cols);
+                let softmax = SoftmaxLines {
+                    max: &scratch.max[n * wide..][..line],
+                    inverse: &scratch.exponentials[n * wide..][..line],
+                    dots: &scratch.dots[n * wide..][..line],
+                    scale: p.scale,
+                };
+                let scores = &mut scratch.scores[..keys.len() * line];
+                let queries = &scratch.queries[n * size..][..size];
+                packed_keys.times::<S>(packed_keys.whole(), queries, cols, scores, InitialValue::Zero);
+                p.mask(scores, line, &tile);
+                softmax.exponentials::<S>(scores);
+                p.add_to_keys::<S>(scores, cols, &scratch.gradient_rows[n * rows_size..], dv);
 
-            let dy = (self.dy, queries.clone());
-            p.add_to_keys::<S>(&scratch.scores, dy, Some(&softmax.inverse), &mut scratch.panel, &mut dv);
-
-            p.pack_transposed::<S>(self.dy, queries.clone(), 1.0, &mut scratch.panel);
-            grads.resize(p.keys * line, 0.0);
-            values.times::<S>(0..p.width, &scratch.panel, cols, &mut grads, InitialValue::Zero);
-            p.score_gradients::<S>(&scratch.scores, &softmax, line, &mut grads);
-
-            p.sum_over_keys::<S>(&keys_transposed, &grads, cols, &mut scratch.transposed);
-            transpose_scaled(&scratch.transposed, line, None, dq, p.width);
-            p.add_to_keys::<S>(&grads, (self.q, queries), None, &mut scratch.panel, &mut dk);
+                let score_gradients = &mut scratch.score_gradients[..keys.len() * line];
+                let gradients = &scratch.gradients[n * size..][..size];
+                let whole = packed_values.whole();
+                packed_values.times::<S>(whole, gradients, cols, score_gradients, InitialValue::Zero);
+                softmax.score_gradients::<S>(scores, score_gradients);
+                p.add_to_keys::<S>(score_gradients, cols, &scratch.query_rows[n * rows_size..], dk);
+                let sums = &mut scratch.sums[n * size..][..p.width * line];
+                let whole = keys_transposed.whole();
+                keys_transposed.times::<S>(whole, score_gradients, cols, sums, InitialValue::Output);
+            }
+        }
+        for (n, dq) in dq.chunks_mut(size).enumerate() {
+            let line = panel_width::<S>(dq.len() / p.width);
+            transpose_scaled(&scratch.sums[n * size..], line, None, dq, p.width);
         }
         [dq, dk, dv]
     }
 }
 
-impl Problem<'_> {
+/// The softmax of the queries of a panel in the backward pass, each `[line]`.
+struct SoftmaxLines<'a> {
+    max: &'a [f32],
+    inverse: &'a [f32],
+    /// The sums of result times gradient.
+    dots: &'a [f32],
+    /// [`Problem::scale`].
+    scale: f32,
+}
+
+impl SoftmaxLines<'_> {
+    /// Replaces `scores` [keys][line] by their exponentials relative to the largest score.
+    #[inline(always)]
+    #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
+    fn exponentials<S: Simd>(&self, scores: &mut [f32]) {
+        let line = self.max.len();
+        for lane in (0..line).step_by(S::LANES) {
+            // SAFETY: `self.max` and each line of `scores` have `line` elements, a multiple of `S::LANES`; `lane` is the
+            // start of a vector of it.
+            unsafe {
+                let max = S::load(self.max.as_ptr().add(lane));
+                for scores in scores.chunks_exact_mut(line) {
+                    let at = scores.as_mut_ptr().add(lane);
+                    S::store(at, S::exp(S::sub(S::load(at), max)));
+                }
+            }
+        }
+    }
+
     /// Replaces the gradients of the probabilities, `[keys][line]`, by those of q k^T.
     #[inline(always)]
     #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
-    fn score_gradients<S: Simd>(&self, exponentials: &[f32], softmax: &Softmax, line: usize, grads: &mut [f32]) {
+    fn score_gradients<S: Simd>(&self, exponentials: &[f32], gradients: &mut [f32]) {
+        let line = self.max.len();
         for lane in (0..line).step_by(S::LANES) {
-            // SAFETY: each line of `exponentials` and `grads`, and `softmax.inverse`, has `line` elements, a multiple
-            // of `S::LANES`; `lane` is the start of a vector of it.
+            // SAFETY: the lines of this struct, and each line of `exponentials` and `gradients`, have `line` elements, a
+            // multiple of `S::LANES`; `lane` is the start of a vector of it.
             unsafe {
-                let inverse = S::load(softmax.inverse.as_ptr().add(lane));
-                let mut dot = S::splat(0.0);
-                for (e, grads) in exponentials
-                    .chunks(line * KEY_BLOCK)
-                    .zip(grads.chunks(line * KEY_BLOCK))
-                {
-                    let mut part = S::splat(0.0);
-                    for (e, grad) in e.chunks_exact(line).zip(grads.chunks_exact(line)) {
-                        let (e, grad) = (e.as_ptr().add(lane), grad.as_ptr().add(lane));
-                        part = S::mul_add(S::load(e), S::load(grad), part);
-                    }
-                    dot = S::add(dot, part);
-                }
-                let dot = S::mul(dot, inverse);
-                let factor = S::mul(inverse, S::splat(self.scale));
-                for (e, grad) in exponentials.chunks_exact(line).zip(grads.chunks_exact_mut(line)) {
-                    let (e, grad) = (e.as_ptr().add(lane), grad.as_mut_ptr().add(lane));
-                    let d = S::mul(S::mul(S::load(e), factor), S::sub(S::load(grad), dot));
-                    S::store(grad, d);
+                let dot = S::load(self.dots.as_ptr().add(lane));
+                let factor = S::mul(S::load(self.inverse.as_ptr().add(lane)), S::splat(self.scale));
+                let lines = exponentials.chunks_exact(line).zip(gradients.chunks_exact_mut(line));
+                for (e, gradient) in lines {
+                    let (e, gradient) = (e.as_ptr().add(lane), gradient.as_mut_ptr().add(lane));
+                    let d = S::mul(S::mul(S::load(e), factor), S::sub(S::load(gradient), dot));
+                    S::store(gradient, d);
                 }
             }
         }

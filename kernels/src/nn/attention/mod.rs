@@ -1,7 +1,7 @@
 //! Scaled dot-product attention.
 //!
 //! On every device, queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5
-//! at 512 pixels) is never in memory; the backward pass recomputes the scores.
+//! at 512 pixels) is never in memory; the backward pass recomputes the scores. On a CPU in f32 it reads the result, too.
 
 mod kernel;
 mod operation;
@@ -13,7 +13,7 @@ mod tests;
 
 use crate::autograd::apply;
 use candle_core::{Device, Tensor};
-use operation::AttentionOp;
+use operation::{AttentionOp, Saved};
 use sizes::Sizes;
 pub use softmax::softmax;
 
@@ -70,6 +70,7 @@ impl Attention<'_> {
             causal: self.causal,
             upcast: self.upcast,
             bias: bias.map(|bias| bias.contiguous()).transpose()?,
+            saved: Saved::default(),
         };
         apply([q, k, v], op)
     }

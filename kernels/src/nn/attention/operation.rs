@@ -1,12 +1,13 @@
 //! Attention as an operation; on the CPU parallel over heads and queries.
 
-use super::kernel::{Backward, Forward, PackHead, Problem, Scratch};
+use super::kernel::{Backward, Forward, PackHead, Problem, Scratch, Statistics};
 use super::sizes::Sizes;
 use super::tensors::{CHUNK_BYTES, Parameters};
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu::{self, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
+use std::sync::OnceLock;
 
 pub(super) struct AttentionOp {
     pub(super) heads: usize,
@@ -17,6 +18,16 @@ pub(super) struct AttentionOp {
     pub(super) upcast: bool,
     /// As [`Attention::bias`](super::Attention::bias), contiguous.
     pub(super) bias: Option<Tensor>,
+    /// What the forward pass on slices leaves for the backward pass.
+    pub(super) saved: Saved,
+}
+
+/// What the backward pass on slices reads besides the inputs.
+#[derive(Default)]
+pub(super) struct Saved {
+    /// The statistics of all queries, `[b, heads, n]`.
+    statistics: OnceLock<Statistics<Vec<f32>>>,
+    result: OnceLock<Tensor>,
 }
 
 /// Queries per task: a few panels of any instruction set.
@@ -60,7 +71,7 @@ impl AttentionOp {
         })
     }
 
-    /// Computes the result, [b, queries, heads * width].
+    /// Computes the result, [b, queries, heads * width], and saves the statistics.
     fn forward_heads(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
         // First [b, heads, n, width], so that the output of every task is contiguous.
         let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
@@ -76,26 +87,34 @@ impl AttentionOp {
                 })
             })
             .collect();
+        let all = s.batch * s.heads * s.queries;
+        let (mut max, mut inverse) = (vec![0f32; all], vec![0f32; all]);
+        let statistics = max.chunks_mut(s.queries).zip(inverse.chunks_mut(s.queries));
         let mut tasks = Vec::new();
-        for (head, part) in by_head.chunks_mut(s.queries * s.width).enumerate() {
-            for (c, y) in part.chunks_mut(QUERY_CHUNK * s.width).enumerate() {
-                tasks.push((head, c * QUERY_CHUNK, y));
+        for (head, (part, (max, inverse))) in by_head.chunks_mut(s.queries * s.width).zip(statistics).enumerate() {
+            let statistics = max.chunks_mut(QUERY_CHUNK).zip(inverse.chunks_mut(QUERY_CHUNK));
+            let parts = part.chunks_mut(QUERY_CHUNK * s.width).zip(statistics);
+            for (c, (y, (max, inverse))) in parts.enumerate() {
+                tasks.push((head, c * QUERY_CHUNK, y, Statistics { max, inverse }));
             }
         }
         self.with_bias(|bias| {
             tasks
                 .into_par_iter()
-                .for_each_init(Scratch::default, |scratch, (head, start, y)| {
+                .for_each_init(Scratch::default, |scratch, (head, start, y, statistics)| {
                     run_vectorised(Forward {
                         problem: self.problem(s, bias, head),
                         q: s.query_head_matrix(q, head),
                         head: &heads[s.kv_head(head)],
                         start,
                         y,
+                        statistics,
                         scratch,
                     });
                 });
         })?;
+        // Set already only if the same operation ran before, on the same inputs.
+        let _ = self.saved.statistics.set(Statistics { max, inverse });
         Ok(merge_heads(&by_head, s.queries, s.heads, s.width))
     }
 
@@ -108,12 +127,18 @@ impl AttentionOp {
         scratch: &mut Scratch,
     ) -> [Vec<f32>; 3] {
         let kv_head = s.kv_head(head);
+        let queries = head * s.queries..(head + 1) * s.queries;
         run_vectorised(Backward {
             problem,
             q: s.query_head_matrix(inputs.q, head),
             k: s.kv_head_matrix(inputs.k, kv_head),
             v: s.kv_head_matrix(inputs.v, kv_head),
+            y: s.query_head_matrix(inputs.y, head),
             dy: s.query_head_matrix(inputs.dy, head),
+            statistics: Statistics {
+                max: &inputs.statistics.max[queries.clone()],
+                inverse: &inputs.statistics.inverse[queries],
+            },
             scratch,
         })
     }
@@ -157,7 +182,9 @@ struct BackwardInputs<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
+    y: &'a [f32],
     dy: &'a [f32],
+    statistics: &'a Statistics<Vec<f32>>,
 }
 
 /// [b, heads, length, width] -> [b, length, heads * width].
@@ -188,14 +215,33 @@ impl Operation<3> for AttentionOp {
         Ok((self.forward_heads(self.sizes(shapes)?, q, k, v)?, shapes[0].clone()))
     }
 
+    fn save_result(&self, result: &Tensor) {
+        // As for the statistics.
+        let _ = self.saved.result.set(result.detach());
+    }
+
     fn backward(&self, [q, k, v]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
         let shapes = [q.shape(), k.shape(), v.shape()];
         let s = self.sizes(shapes)?;
-        let [dq, dk, dv] = q.with(|q| {
-            k.with(|k| {
-                v.with(|v| cpu::with_slice(gradient, |dy| self.backward_heads(s, &BackwardInputs { q, k, v, dy })))
+        let (Some(statistics), Some(result)) = (self.saved.statistics.get(), self.saved.result.get()) else {
+            candle_core::bail!("attention: the backward pass has no result of a forward pass");
+        };
+        let gradients = |q: &[f32], k: &[f32], v: &[f32]| {
+            cpu::with_slice(result, |y| {
+                cpu::with_slice(gradient, |dy| {
+                    let inputs = BackwardInputs {
+                        q,
+                        k,
+                        v,
+                        y,
+                        dy,
+                        statistics,
+                    };
+                    self.backward_heads(s, &inputs)
+                })
             })
-        })?????;
+        };
+        let [dq, dk, dv] = q.with(|q| k.with(|k| v.with(|v| gradients(q, k, v))))??????;
         let whole = |by_head: &[f32], length: usize, heads: usize, shape: &Shape| {
             Tensor::from_vec(merge_heads(by_head, length, heads, s.width), shape, &Device::Cpu).map(Some)
         };

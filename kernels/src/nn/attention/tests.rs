@@ -1,6 +1,6 @@
 //! Compares attention on every instruction set of this CPU with the definition in f64.
 
-use super::kernel::{Backward, Bias, Forward, PackHead, Problem, Scratch};
+use super::kernel::{Backward, Bias, Forward, PackHead, Problem, Scratch, Statistics};
 use crate::nn::cpu::{Isa, Mat, available_isas, run_on};
 
 fn numbers(seed: usize, length: usize) -> Vec<f32> {
@@ -21,7 +21,13 @@ fn results_on(isa: Isa, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let head = run_on(isa, PackHead { k, v });
     // In two parts. The second part does not begin at the start of a panel.
     let (first, second) = y.split_at_mut(queries / 2 * width);
-    for (start, y) in [(0, first), (queries / 2, second)] {
+    let (mut max, mut inverse) = (vec![0f32; queries], vec![0f32; queries]);
+    let (first_max, second_max) = max.split_at_mut(queries / 2);
+    let (first_inverse, second_inverse) = inverse.split_at_mut(queries / 2);
+    for (start, y, max, inverse) in [
+        (0, first, first_max, first_inverse),
+        (queries / 2, second, second_max, second_inverse),
+    ] {
         let (head, scratch) = (&head, &mut Scratch::default());
         run_on(
             isa,
@@ -31,6 +37,7 @@ fn results_on(isa: Isa, problem: Problem<'_>) -> Vec<Vec<f32>> {
                 head,
                 start,
                 y,
+                statistics: Statistics { max, inverse },
                 scratch,
             },
         );
@@ -44,7 +51,12 @@ fn results_on(isa: Isa, problem: Problem<'_>) -> Vec<Vec<f32>> {
             q,
             k,
             v,
+            y: Mat::new(&y, queries, width),
             dy,
+            statistics: Statistics {
+                max: &max,
+                inverse: &inverse,
+            },
             scratch,
         },
     );
@@ -93,6 +105,13 @@ fn attention_is_correct_on_every_vector_unit() {
             _ => ((i * 31) % 17) as f32 / 8.0 - 1.0,
         })
         .collect();
+    // Later blocks have larger scores, some whole blocks are masked, and all keys of query 4.
+    let long: Vec<f32> = (0..9 * 900)
+        .map(|i| match (i / 900, i % 900) {
+            (4, _) | (_, 0..260) | (6, 500..) => f32::NEG_INFINITY,
+            (_, key) => key as f32 / 200.0 + ((i * 31) % 17) as f32 / 8.0,
+        })
+        .collect();
     let bias = |data, per_query| Some(Bias { data, per_query });
     for (queries, keys, width, causal, bias) in [
         (1, 1, 1, false, None),
@@ -106,6 +125,11 @@ fn attention_is_correct_on_every_vector_unit() {
         (33, 77, 40, false, bias(&table[..77], false)),
         (50, 77, 128, true, bias(&table[77..2 * 77], false)),
         (33, 77, 256, true, bias(table.as_slice(), true)),
+        // Several blocks of keys.
+        (600, 600, 40, true, None),
+        (33, 253, 200, true, None),
+        (9, 900, 16, false, bias(long.as_slice(), true)),
+        (300, 521, 24, true, bias(&long[..521], false)),
     ] {
         let problem = Problem {
             queries,

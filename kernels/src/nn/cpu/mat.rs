@@ -40,6 +40,15 @@ impl<'a> Mat<'a> {
         }
     }
 
+    /// These rows of the matrix.
+    pub(crate) fn with_rows(self, rows: Range<usize>) -> Self {
+        Self {
+            data: self.data.get(rows.start * self.row_stride..).unwrap_or_default(),
+            rows: rows.len(),
+            ..self
+        }
+    }
+
     /// Whether the slice contains the whole matrix.
     pub(crate) fn fits_slice(&self) -> bool {
         extent(self.rows, self.cols, self.row_stride, self.col_stride) <= self.data.len()
