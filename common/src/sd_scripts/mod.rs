@@ -40,10 +40,10 @@ mod schedule;
 mod script;
 mod settings;
 mod subset_section;
+mod textual_inversion;
 mod transformer_blocks;
 mod unet_blocks;
 mod weights_ranks;
-mod word;
 mod yaml;
 
 pub use gui::is_preset;
@@ -275,8 +275,8 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
             "aitk reads the state folders of trainings of a LoRA alone: continue from the saved model or word",
         );
     }
-    if import.script.trains_word() {
-        process.insert("embedding".into(), Value::Object(word::embedding(import)));
+    if import.script.trains_embedding() {
+        process.insert("embedding".into(), Value::Object(textual_inversion::embedding(import)));
     }
     process.insert("save".into(), Value::Object(saving::save(import, epoch, steps)));
     process.insert("datasets".into(), sections.into());
@@ -289,7 +289,7 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     }
     let default_name = settings
         .text("token_string")
-        .filter(|_| import.script.trains_word())
+        .filter(|_| import.script.trains_embedding())
         .unwrap_or("last");
     let mut root = Section::new();
     root.insert("job".into(), json!("extension"));
@@ -313,7 +313,7 @@ fn caches_text(import: &mut Import<'_>, rates: &Rates) -> bool {
     let Some(option) = options.into_iter().find(|option| import.settings.flag(option)) else {
         return false;
     };
-    if import.script.trains_word() {
+    if import.script.trains_embedding() {
         import.error(
             option,
             "contradicts the training of a word, which needs the text encoders: remove it",

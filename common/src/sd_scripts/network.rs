@@ -17,6 +17,7 @@ const ATTENTION: &[&str] = &["attentions"];
 const ALL_BLOCKS: &[&str] = &["attentions", "resnets", "downsamplers", "upsamplers"];
 /// In the names of all layers of text encoders.
 const TEXT_ENCODER: &str = "text_model";
+
 /// The `network` section.
 pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     let settings = import.settings;

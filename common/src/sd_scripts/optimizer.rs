@@ -214,7 +214,7 @@ pub(super) fn rates(import: &mut Import<'_>) -> Rates {
     }
     if import.script.trains_adapter() {
         adapter_rates(import, default)
-    } else if import.script.trains_word() {
+    } else if import.script.trains_embedding() {
         Rates {
             rate: default,
             denoiser: true,

@@ -112,14 +112,14 @@ pub(super) enum Fate {
     Refused { unless: &'static str, why: &'static str },
 }
 
-/// Which scripts use an option: a family in the lower half, and LoRA, the whole model or a word in the upper half.
+/// Which scripts use an option: a family in the lower half, and LoRA, the whole model or an embedding (textual inversion) in the upper half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct UsedBy(pub u8);
 
 impl UsedBy {
     pub(super) const ALL: Self = Self(0xff);
     pub(super) const LORA: Self = Self(0x1f);
-    pub(super) const WORD: Self = Self(0x43);
+    pub(super) const EMBEDDING: Self = Self(0x43);
     pub(super) const FULL: Self = Self(0x2f);
     pub(super) const SD: Self = Self(0x71);
     pub(super) const SDXL: Self = Self(0x72);

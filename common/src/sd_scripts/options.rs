@@ -1,5 +1,14 @@
-//! The options of the training scripts. To add an option, add its line; if it is translated, read it in the file that the line's
-//! group names.
+//! The options of the training scripts. To add an option, add its line to its group. If it is translated, read it in a file of the group:
+//!
+//! - model: `model.rs`
+//! - adapter: `network.rs`; of LyCORIS `lycoris.rs`; ranks of blocks and of files `block_ranks.rs`, `weights_ranks.rs`
+//! - textual inversion: `textual_inversion.rs`
+//! - optimizer and learning rate: `optimizer.rs`, `schedule.rs`; learning rates of blocks `block_rates.rs`, `lora_plus.rs`
+//! - training: `config` in `mod.rs`; `resume` in `resumed.rs`, epochs in `epochs.rs`, memory in `model.rs`
+//! - noise, timesteps, loss: `objective.rs`
+//! - images and captions: `datasets.rs`, `subset_section.rs`; images that are held out `held_out.rs`
+//! - saving and logging: `saving.rs`
+//! - samples: `samples.rs`
 
 use super::option::Fate::{NoInfluence, Noted, Refused, Translated};
 use super::option::Kind::{Choice, Flag, Number, Numbers, Size, Text, Texts, Whole};
@@ -95,13 +104,13 @@ const NETWORK: &[OptionRow] = &[
 ];
 
 #[rustfmt::skip]
-const WORD: &[OptionRow] = &[
-    row("token_string", Text, "", UsedBy::WORD, Translated("`embedding.trigger`")),
-    row("num_vectors_per_token", Whole, "1", UsedBy::WORD, Translated("`embedding.tokens`")),
-    row("init_word", Text, "", UsedBy::WORD, Translated("`embedding.init_words`, repeated for all vectors; `*` without it")),
-    row("weights", Text, "", UsedBy::WORD, refused("aitk starts from init_word")),
-    row("use_object_template", Flag, "false", UsedBy::WORD, refused("aitk trains captions: write them beside the images")),
-    row("use_style_template", Flag, "false", UsedBy::WORD, refused("aitk trains captions: write them beside the images")),
+const TEXTUAL_INVERSION: &[OptionRow] = &[
+    row("token_string", Text, "", UsedBy::EMBEDDING, Translated("`embedding.trigger`")),
+    row("num_vectors_per_token", Whole, "1", UsedBy::EMBEDDING, Translated("`embedding.tokens`")),
+    row("init_word", Text, "", UsedBy::EMBEDDING, Translated("`embedding.init_words`, repeated for all vectors; `*` without it")),
+    row("weights", Text, "", UsedBy::EMBEDDING, refused("aitk starts from init_word")),
+    row("use_object_template", Flag, "false", UsedBy::EMBEDDING, refused("aitk trains captions: write them beside the images")),
+    row("use_style_template", Flag, "false", UsedBy::EMBEDDING, refused("aitk trains captions: write them beside the images")),
 ];
 
 #[rustfmt::skip]
@@ -406,7 +415,7 @@ pub(super) const GROUPS: &[Group] = &[
     },
     Group {
         title: "Textual inversion",
-        options: WORD,
+        options: TEXTUAL_INVERSION,
     },
     Group {
         title: "Optimizer and learning rate",

@@ -121,14 +121,14 @@ impl Script {
 
     /// Whether it trains a word for the text encoders.
     #[must_use]
-    pub const fn trains_word(self) -> bool {
+    pub const fn trains_embedding(self) -> bool {
         matches!(self, Self::TrainTextualInversion | Self::SdxlTrainTextualInversion)
     }
 
     /// Whether it trains the whole model.
     #[must_use]
     pub const fn trains_model(self) -> bool {
-        !self.trains_adapter() && !self.trains_word()
+        !self.trains_adapter() && !self.trains_embedding()
     }
 
     /// Whether the model has a transformer, which is trained with flow matching.
@@ -143,7 +143,7 @@ impl Script {
             ScriptFamily::Flux => 4,
             ScriptFamily::Sd3 => 8,
         };
-        let trained = match (self.trains_adapter(), self.trains_word()) {
+        let trained = match (self.trains_adapter(), self.trains_embedding()) {
             (true, _) => 0x10,
             (_, true) => 0x40,
             _ => 0x20,
