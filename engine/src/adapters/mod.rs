@@ -1,5 +1,5 @@
-//! Adapters (LoRA, LoCon, LoKr, LoHa, DoRA, OFT, whole differences): the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers,
-//! peft, LyCORIS and ComfyUI.
+//! Adapters (LoRA, LoCon, LoKr, LoHa, DoRA, OFT, whole differences): the layers, the trainable network, and the file formats of ai-toolkit,
+//! kohya's sd-scripts, diffusers, peft, LyCORIS and ComfyUI.
 //!
 //! - [`LoraLayer`]: the computation of a LoRA, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
 //! - [`AdapterType`]: a type of adapter that can be trained, [`FileLayer`]: what a file of any type holds for a layer.
