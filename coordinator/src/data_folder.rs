@@ -26,7 +26,7 @@ pub enum DataFolderError {
     },
 }
 
-/// Attempts to lock the data folder: half a second.
+/// How often locking the data folder is tried; with the pauses it takes half a second.
 const LOCK_TRIES: u32 = 25;
 const LOCK_RETRY_PAUSE: Duration = Duration::from_millis(20);
 

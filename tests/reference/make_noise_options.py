@@ -1,4 +1,4 @@
-"""Options of noise that sd-scripts has and ai-toolkit has not, and blurred noise of ai-toolkit -> tests/fixtures/train/noise_options.json.
+"""Options of noise that sd-scripts has and ai-toolkit does not have, and blurred noise of ai-toolkit -> tests/fixtures/train/noise_options.json.
 
 Formulas: `pyramid_noise_like`, `apply_debiased_estimation` (library/custom_train_functions.py) and `ip_noise_gamma`
 (library/train_util.py) of sd-scripts; the order of the draws is that of docs/randomness.md.

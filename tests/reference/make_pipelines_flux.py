@@ -1,6 +1,6 @@
 """Images that diffusers' FLUX.1 pipelines generate with tiny_flux and tiny_flux_schnell -> tests/fixtures/pipelines_flux.
 
-The cases are in the format of make_pipelines.py. `guidance` is the input of the guidance embedding, which schnell has not. Real
+The cases are in the format of make_pipelines.py. `guidance` is the input of the guidance embedding, which schnell does not have. Real
 classifier-free guidance has `true_cfg_scale` and `negative`. `schnell` is true for tiny_flux_schnell. `scheduler` replaces values of the
 scheduler's config. `image` is the size of the image that image to image starts from; the generated one has `width` and `height`.
 `lora` uses the LoRA of tests/fixtures/lora_flux, which make_lora_flux.py writes. `sampler` is a name of flow_schedulers.py.

@@ -1,6 +1,6 @@
 """Models whose files are quantised already -> tests/fixtures/prequantised.
 
-Each file holds a U-Net (or a whole model) in few bits; `expected.safetensors` holds, under `<file>.…`, what the library
+Each file holds a U-Net (or a whole model) with quantised weights; `expected.safetensors` holds, under `<file>.…`, what the library
 that the format is from makes of its weights (every 29th number of each) and what diffusers computes with them.
 
     pip install --no-deps bitsandbytes==0.50.2

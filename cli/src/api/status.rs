@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_submission_that_would_be_refused_is_told_from_a_call_that_failed() {
+    fn a_refused_submission_is_distinguished_from_a_call_that_failed() {
         let of = |code| SubmissionFailure::of(problem(code, false));
         assert_eq!(
             of(Some(Code::InvalidArgument)),

@@ -16,7 +16,7 @@ pub enum Border {
     Replicate,
     /// The mirrored image, with the pixels of the edge twice.
     Reflect,
-    /// The image again.
+    /// The opposite edge: the image is repeated.
     Wrap,
     /// The mirrored image.
     Reflect101,

@@ -153,10 +153,10 @@ section! {
         flip_x: bool = false, Works;
         /// Add copies flipped upside down.
         flip_y: bool = false, Works;
-        /// Built-in augmentations, each time anew: `ColorJitter` (brightness, contrast and saturation by up to 20 %, hue by up to 3 %),
-        /// `RandomEqualize` (every fifth image). Latents are not cached then.
+        /// Built-in augmentations, drawn again each time an image is used: `ColorJitter` (brightness, contrast and saturation by up to 20 %,
+        /// hue by up to 3 %), `RandomEqualize` (every fifth image). Latents are not cached then.
         augments: Vec<String> = Vec::new(), Works;
-        /// Random changes of the images, each time anew: a list of `method` (a name of albumentations) and `params`; see
+        /// Random changes of the images, drawn again each time an image is used: a list of `method` (a name of albumentations) and `params`; see
         /// docs/datasets.md. Latents are not cached then.
         augmentations: Option<Vec<serde_json::Value>> = None, Works;
         /// A new order of `augmentations` for each image, each time.

@@ -236,12 +236,12 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
     }
     model.embedding_paths.0.retain(|path| !path.is_empty());
     cx.check_item_count("embedding_paths", model.embedding_paths.len(), MAX_EMBEDDINGS);
-    let has_words = matches!(model.arch.name, ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl);
-    if !model.embedding_paths.is_empty() && !has_words {
+    let takes_embeddings = matches!(model.arch.name, ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl);
+    if !model.embedding_paths.is_empty() && !takes_embeddings {
         cx.error_at(
             "embedding_paths",
             format!(
-                "words are for the CLIP text encoders of Stable Diffusion and SDXL, and this is `arch: {}`",
+                "textual inversions are for the CLIP text encoders of Stable Diffusion and SDXL, and this is `arch: {}`",
                 model.arch
             ),
         );

@@ -129,7 +129,7 @@ fn assert_refused_unless_meaningful(text: &str, after: &str, indent: &str, key: 
         Err(error) => {
             assert!(!has_meaning, "{case} is refused: {error}");
             let [finding] = error.findings() else {
-                panic!("{case} has not one error: {error}");
+                panic!("{case}: expected exactly one error, found: {error}");
             };
             assert_eq!(finding.file.as_deref(), Some("job.yaml"), "{case}");
             assert_eq!(
@@ -208,7 +208,7 @@ fn numbers_without_a_meaning_are_refused_in_rare_sections_too() {
         assert!(read("job.yaml", text).is_ok(), "{key}");
         let error = read("job.yaml", &text.replace(line, wrong)).unwrap_err();
         let [finding] = error.findings() else {
-            panic!("{key} has not one error: {error}");
+            panic!("{key}: expected exactly one error, found: {error}");
         };
         assert!(finding.key.ends_with(key), "{error}");
     }

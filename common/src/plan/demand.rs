@@ -207,7 +207,7 @@ fn training_passes(body: &Value) -> f64 {
     steps * batch * accumulated(body) * passes * (side / 512.0).powi(2)
 }
 
-/// As [`training_passes`], of a generation.
+/// As [`training_passes`], for a generation.
 fn generation_passes(body: &Value) -> f64 {
     let side = |key: &str| number(body, key).unwrap_or(512.0);
     let area = side("/generate/width") * side("/generate/height");

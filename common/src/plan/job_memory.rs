@@ -80,7 +80,7 @@ struct Model {
     language: Option<LanguageEncoder>,
     denoiser: Denoiser,
     vae: Vae,
-    /// Of the text encoders, the denoiser and the autoencoder.
+    /// Those of the text encoders, the denoiser and the autoencoder.
     weights: [WeightTotals; 3],
 }
 

@@ -19,8 +19,8 @@ pub(super) fn trains_pairs(body: &Value) -> bool {
     guidances(body).any(GuidanceType::trains_pairs)
 }
 
-/// The work of what the model predicts for the pairs without the adapter, as a share of a micro-batch with both its passes: a third of it
-/// for as many images.
+/// The work of the forward pass without the adapter that some losses of image pairs need, as a share of the work of a micro-batch. A forward
+/// and a backward pass over the same images is three times as much.
 pub(super) fn compared_work(body: &Value) -> f64 {
     match (guidances(body).any(GuidanceType::uses_base), trains_pairs(body)) {
         (false, _) => 0.0,

@@ -94,15 +94,15 @@ pub struct LanguageShapes {
     pub layers: u32,
     /// Token ids.
     pub vocabulary: u32,
-    /// Of a model that generates texts: the tokens of the longest text.
+    /// For a model that generates texts: the tokens of the longest text.
     pub positions: u32,
-    /// Of such a model: the tokens of its sliding window; 0: it has none.
+    /// For such a model: the tokens of its sliding window; 0: it has none.
     pub window: u32,
-    /// Of such a model: whether it has a table of learned positions, and one layer for queries, keys and values (StarCoder).
+    /// For such a model: whether it has a table of learned positions, and one layer for queries, keys and values (StarCoder).
     pub learned_positions: bool,
-    /// Of such a model: whether its feed-forward networks have a gate, and its norms no bias (Qwen2, Llama).
+    /// For such a model: whether its feed-forward networks have a gate, and its norms no bias (Qwen2, Llama).
     pub gated: bool,
-    /// Of such a model: whether the output layer has weights of its own.
+    /// For such a model: whether the output layer has weights of its own.
     pub untied: bool,
 }
 

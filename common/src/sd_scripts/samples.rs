@@ -58,7 +58,7 @@ fn entry(import: &mut Import<'_>, prompt: Prompt, is_flux: bool) -> serde_json::
     let mut has_cfg = false;
     for (name, value) in prompt.settings {
         let key = match name {
-            // Of FLUX.1, `scale` is that of true CFG, which aitk has not.
+            // With FLUX.1, `scale` is that of true CFG, which aitk does not have.
             "scale" if is_flux => {
                 has_cfg |= value != 1.0;
                 continue;

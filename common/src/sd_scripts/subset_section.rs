@@ -117,7 +117,7 @@ pub(super) fn subset_section(
     let mut others = count.subsets.iter();
     if let Some(image) = others.find_map(|subset| metadata.and(subset.shared_image(&path, &excluded))) {
         let message = format!(
-            "another subset of this data set has `{}` too: sd-scripts trains such images once, by the last file: remove them from one file",
+            "another subset of this data set has `{}` too: sd-scripts trains such images once, as the last file says; remove them from one file",
             image.display().to_string().escape_debug()
         );
         levels.error("metadata_file", message, &mut import.errors);

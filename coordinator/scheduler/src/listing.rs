@@ -78,7 +78,7 @@ impl FromStr for ListPosition {
 pub struct ListQuery {
     /// All ended jobs, not only the last few.
     pub all: bool,
-    /// The most ended jobs; 0: the default, or with `all` no limit.
+    /// The largest number of ended jobs to list; 0: the default, or with `all` no limit.
     pub limit: usize,
     /// List the members of arrays instead of the arrays.
     pub members: bool,

@@ -318,7 +318,7 @@ pub struct LiveAttempt {
     pub lease_until: UnixMillis,
     /// The highest event number that its worker has reported.
     pub seq: u64,
-    /// When its time limit is over.
+    /// When its time limit ends.
     pub deadline: Option<UnixMillis>,
     /// How fast it works, from its progress reports.
     pub pace: Option<Pace>,

@@ -179,8 +179,8 @@ impl State {
         }
     }
 
-    /// Of the devices that accept jobs and on which the class fits: the least seconds per unit of work, and the least bytes that its jobs
-    /// need.
+    /// The least seconds per unit of work and the least bytes that jobs of the class need, over the devices that accept jobs and on which the
+    /// class fits.
     fn least_seconds_and_bytes(&self, class: &JobClass) -> (f64, u64) {
         class
             .least_seconds_and_bytes

@@ -85,7 +85,7 @@ pub trait FileLayer: Debug + Send + Sync {
     fn norm_adapter(&self, site: Site<'_>, has_bias: bool) -> std::result::Result<Arc<dyn NormAdapter>, String> {
         let _ = (site, has_bias);
         Err(format!(
-            "the file has a {} of a norm, of which only a whole difference can be used",
+            "the file has a {} of a norm; for norms only whole differences can be used",
             self.kind()
         ))
     }

@@ -2,8 +2,8 @@
 //! Orthogonal Finetuning", arXiv:2306.07280; W. Liu and others, "Parameter-Efficient Orthogonal Finetuning via Butterfly
 //! Factorization", arXiv:2311.06243), as in LyCORIS and sd-scripts.
 //!
-//! `oft_blocks` is [blocks, size, size], or [levels, blocks, size, size] for BOFT; `alpha` is the constraint: times the outputs, the
-//! largest norm of the skew-symmetric matrices Q = B - B^T, if it is above 0. Each rotation is R = (I + Q) (I - Q)^-1, and
+//! `oft_blocks` is [blocks, size, size], or [levels, blocks, size, size] for BOFT; if `alpha` is above 0, the norm of each
+//! skew-symmetric matrix Q = B - B^T is at most `alpha` times the number of outputs. Each rotation is R = (I + Q) (I - Q)^-1, and
 //! I + k (R - I) at strength k. `rescale` [out, 1, ..] multiplies each output, at every strength.
 
 use super::file_layer::{FileLayer, RoleTensors, Site};

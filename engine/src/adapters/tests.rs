@@ -390,7 +390,7 @@ fn an_invalid_file_is_an_error_that_names_it() {
             ("lora_unet_conv_norm_out.lora_down.weight", &[4, 32]),
             ("lora_unet_conv_norm_out.lora_up.weight", &[32, 4]),
         ]),
-        "a LoRA of a norm, of which only a whole difference can be used",
+        "a LoRA of a norm; for norms only whole differences can be used",
     );
     check_error(
         &one(&[("unet_conv_in.bias", &[32])]),

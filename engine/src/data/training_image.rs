@@ -56,7 +56,7 @@ impl TrainingImage {
         }
     }
 
-    /// What seeds its noise if it is the same each time (`train.force_consistent_noise`): its content and its flips.
+    /// The seed of its noise where that is the same in every epoch (`train.force_consistent_noise`): its content and its flips.
     #[must_use]
     pub fn noise_seed(&self) -> String {
         let flip = |on: bool, mark: &'static str| if on { mark } else { "" };

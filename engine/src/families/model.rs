@@ -105,7 +105,7 @@ pub trait TextEncoders: Send + Debug {
     fn add_embedding(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
         let _ = vectors;
         Err(EngineError::bad_input(format!(
-            "the word `{trigger}`: words are for the CLIP text encoders of Stable Diffusion and SDXL, and this is another model"
+            "the word `{trigger}`: textual inversions are for the CLIP text encoders of Stable Diffusion and SDXL, and this is another model"
         )))
     }
 }

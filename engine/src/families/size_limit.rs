@@ -24,7 +24,7 @@ impl SizeLimit {
     /// Checks that the model has positions for images of this width and height in pixels.
     ///
     /// # Errors
-    /// Why it has not, for a message in which the caller says where the size comes from.
+    /// When it does not have them: the reason, to which the caller adds where the size comes from.
     pub fn check(&self, width: u32, height: u32) -> Result<(), String> {
         let side = |side: u32| side as usize / self.multiple * self.multiple;
         match side(width) > self.max.0 || side(height) > self.max.1 {

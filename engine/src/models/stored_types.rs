@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::weights::{Index, Weights};
 
-/// Checks that the tensors of a file that are used are stored in types that are read. Reading one that is not says the same.
+/// Checks that the used tensors of a file are stored in types that can be read. Reading another one gives the same error.
 ///
 /// # Errors
 /// When one is of another type, such as `BOOL`. The error names the file, the tensor and its type.
@@ -14,7 +14,8 @@ pub(crate) fn check_stored_types(index: &Index, is_used: impl Fn(&str) -> bool) 
     checked.check_types()
 }
 
-/// As [`check_stored_types`], of the tensors that a part was built of. `built`: those of the index, or their names and shapes.
+/// As [`check_stored_types`], for the tensors from which a part was built. `built`: the weights that recorded which tensors were requested;
+/// if they recorded none, nothing is checked.
 ///
 /// # Errors
 /// As [`check_stored_types`].

@@ -347,7 +347,7 @@ fn sequential_guidance_and_skipped_layers_give_the_same_images() {
             .max();
         assert!(largest.unwrap() <= 1);
     }
-    // A block that the model has not, and a family without such blocks.
+    // A block that the model does not have, and a family without such blocks.
     let with_layer = |layer| GenerateRequest {
         skip_layer_guidance: request.skip_layer_guidance.clone().map(|skip| SkipLayerGuidance {
             layers: vec![layer],

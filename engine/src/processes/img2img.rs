@@ -353,7 +353,7 @@ fn image_sizes(process: &Img2ImgProcess, cx: &Context<'_>) -> Result<BTreeSet<(u
 }
 
 /// Those of the folders of results that are below a data set's folder. The images in them are results of earlier runs. Where results are
-/// written into the data set's own folder, they cannot be told from its images.
+/// written into the data set's own folder, they cannot be distinguished from its images.
 fn results_below(dataset: &Path, results: &[&Path]) -> Vec<PathBuf> {
     let canonical = |path: &Path| std::fs::canonicalize(path).ok();
     let Some(dataset) = canonical(dataset) else {

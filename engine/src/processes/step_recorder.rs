@@ -28,7 +28,7 @@ pub(crate) struct Measured {
     pub(crate) validation: Option<f64>,
     /// The share of the step's time in which it read and encoded images.
     pub(crate) data_share: Option<f64>,
-    /// Of a language model: the exponential of the loss, and of that on held-out documents, and the tokens per second.
+    /// For a language model: the exponential of the loss, and of that on held-out documents, and the tokens per second.
     pub(crate) perplexity: Option<f64>,
     pub(crate) validation_perplexity: Option<f64>,
     pub(crate) tokens_per_second: Option<f64>,

@@ -142,7 +142,8 @@ impl PairedBatch {
 }
 
 /// The weights of `targeted`: 1 where the latents of an item differ least from its pair's, 2 where they differ most. As in ai-toolkit,
-/// "least" is the largest over all positions of the smallest difference of the channels.
+/// "least" is found so: the smallest difference among the channels of each position, and of these the
+/// largest.
 fn difference_weights(image: &Tensor, pair: &Tensor) -> Result<Tensor> {
     let difference = (pair - image)?.abs()?;
     let most = largest_of_items(&difference)?;

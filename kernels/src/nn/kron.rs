@@ -215,7 +215,7 @@ impl Sizes {
         }
     }
 
-    /// As [`Self::groups`], of a widened `x`.
+    /// As [`Self::groups`], for a widened `x`.
     fn groups_tensors(&self, x: &Tensor, second: &Tensor) -> Result<Tensor> {
         let x = self.grouped(x)?;
         let z = match &self.conv {

@@ -414,7 +414,8 @@ mod tests {
         check(1_100_000, "chunked");
     }
 
-    /// A factor behind the loss reaches the gradients, and candle's graph, over which a backward pass can run twice, gives those of a recording.
+    /// A factor by which the loss is multiplied reaches the gradients. candle's own graph, whose backward pass can run twice, gives the gradients
+    /// of a recording.
     #[test]
     fn gradients_follow_the_gradient_of_the_loss() {
         let (hidden, weight) = (variable("hidden", &[1, 6, 8]), variable("weight", &[20, 8]));

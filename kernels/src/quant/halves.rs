@@ -29,7 +29,7 @@ impl HalfFormat {
                     *to = f32::from_bits(u32::from(u16::from_le_bytes(*from)) << 16);
                 }
             }
-            // With the processor's instructions, which need a slice of numbers.
+            // With the CPU's instructions, which need a slice of numbers.
             Self::F16 => {
                 let mut halves = [f16::ZERO; LANES];
                 for (to, from) in to.chunks_mut(LANES).zip(from.chunks(LANES)) {
@@ -52,7 +52,7 @@ impl HalfFormat {
     }
 }
 
-/// The number of these two bytes, the low one first, in IEEE 754's half precision. Without the library's check of the processor, which would take
+/// The number of these two bytes, the low one first, in IEEE 754's half precision. Without the library's check of the CPU, which would take
 /// longer than the conversion.
 #[inline(always)]
 pub(crate) fn f16_to_f32(low: u8, high: u8) -> f32 {

@@ -58,7 +58,7 @@ struct ExtensionFolders {
 }
 
 impl ExtensionFolders {
-    /// Reads them from the job, and makes the output folder: a rule needs a folder that exists. `None` for a job that
+    /// Reads the folders from the job, and creates the output folder: a rule needs a folder that exists. `None` for a job that
     /// cannot be read, which then reads no input either.
     fn of_local_job(job: &serde_json::Value) -> Option<Self> {
         let job: JobSpec = serde_json::from_value(job.clone()).ok()?;

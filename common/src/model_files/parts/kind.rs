@@ -1,4 +1,4 @@
-//! The kinds of parts, and how they are told apart: by the names of their tensors, and by their configs.
+//! The kinds of parts, and how they are distinguished: by the names of their tensors, and by their configs.
 
 use crate::model_files::inventory::{TensorShapes, read_json_file};
 use serde_json::Value;

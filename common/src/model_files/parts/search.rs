@@ -175,7 +175,7 @@ struct Search<'a> {
     checkpoint: Option<TensorShapes>,
     /// Weights files directly in the folder of the extras, with their headers.
     extra_files: Vec<(PathBuf, TensorShapes)>,
-    /// Of a family with several text encoders: the file of `te_name_or_path`, or the files directly in its folder.
+    /// For a family with several text encoders: the file of `te_name_or_path`, or the files directly in its folder.
     text_files: Vec<(PathBuf, TensorShapes)>,
 }
 

@@ -10,7 +10,7 @@ use super::tensors::ConvSizes;
 struct Applied {
     kron: KronSizes,
     x_dims: [f64; 4],
-    /// Of the layer.
+    /// The dimensions of the output of the layer.
     output: [f64; 4],
     /// Tokens, or pixels of the result.
     rows: f64,

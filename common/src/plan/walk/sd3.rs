@@ -29,7 +29,7 @@ enum TextStream {
         to_out: Layer,
         ff: FeedForward,
     },
-    /// Of the last block: the text gives only keys and values.
+    /// The last block: the text gives only keys and values.
     Last(AdaNorm<2>),
 }
 

@@ -103,7 +103,7 @@ impl World {
                 let millis = self.random.below(12_000);
                 self.full_until = self.now.after(Duration::from_millis(millis));
             }
-            // The owner of a machine moves it, or lends another part of its memory, and starts its worker again.
+            // The owner of a machine moves it, or offers another part of its memory, and starts its worker again.
             30 | 31 if self.workers[index].is_awake(self.now) => {
                 self.workers[index].change_settings(&mut self.random);
                 if let Some(session) = self.workers[index].session.take() {

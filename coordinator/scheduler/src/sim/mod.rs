@@ -2,7 +2,7 @@
 //! messages; attempts hang, devices get stuck, workers are refused for a while; the network loses, delays, reorders and
 //! duplicates messages; the coordinator crashes between any two effects, its disk is full for a while, and its store fails.
 //! Users have quotas; jobs ask for labels, for a memory or a profile; machines change their labels and the memory that they
-//! lend. After every step the invariants hold. After the faults have ended, every job ends.
+//! offer. After every step the invariants hold. After the faults have ended, every job ends.
 //!
 //! A seed replays exactly:
 //!
@@ -39,7 +39,7 @@ const DEFAULT_EVENTS: u64 = 20_000;
 const EVENTS_FOR_RARE: u64 = 300_000;
 const RARE: [&str; 2] = [
     "parts that a faster device took over",
-    "steps with a device that lends less than runs on it",
+    "steps with a device that offers less memory than its attempts use",
 ];
 
 /// A number from an environment variable.

@@ -104,7 +104,7 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt
             sum <= u128::from(slot.device.memory_budget) || slot.running.len() < 2 || !slot.has_capacity(),
             "device {id} is over its budget"
         );
-        // A device that was registered again may lend less than runs on it.
+        // A device that was registered again may offer less memory than its attempts use.
         let starts_here = |one: &PlacedAttempt| slot.running.contains_key(&one.job);
         assert!(
             sum <= u128::from(slot.device.memory_budget) || !placed.iter().any(starts_here),

@@ -139,7 +139,7 @@ impl SimWorker {
         self.sleeps_until <= now && self.dead_until <= now
     }
 
-    /// Changes its labels or the memory that it lends; the coordinator learns of it from the next registration.
+    /// Changes its labels or the memory that it offers; the coordinator learns of it from the next registration.
     pub(super) fn change_settings(&mut self, random: &mut Random) {
         let site = random.pick(&SITES).copied().unwrap_or_default();
         self.labels = BTreeMap::from([("site".into(), site.into())]);
@@ -197,7 +197,7 @@ impl SimWorker {
             });
     }
 
-    /// Half a second while the coordinator refuses the worker: attempts go on to their next checkpoint, save it, and stop.
+    /// Simulates half a second in which the coordinator refuses the worker: attempts go on to their next checkpoint, save it, and stop.
     pub(super) fn refused_tick(&mut self, random: &mut Random) {
         for attempt in self
             .attempts

@@ -111,7 +111,7 @@ impl Stats {
             ("attempts of jobs with a memory of their own", &mut self.stated_memory),
             ("attempts of jobs with a profile of their own", &mut self.stated_profile),
             (
-                "steps with a device that lends less than runs on it",
+                "steps with a device that offers less memory than its attempts use",
                 &mut self.over_budget,
             ),
         ]

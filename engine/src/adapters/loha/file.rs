@@ -172,7 +172,7 @@ impl FileLayer for LohaTensors {
             variables.push(factor.map_err(failed)?);
         }
         let [w1_a, w1_b, w2_a, w2_b] =
-            <[Var; 4]>::try_from(variables).map_err(|_| "it has not four factors".to_owned())?;
+            <[Var; 4]>::try_from(variables).map_err(|_| "it does not have four factors".to_owned())?;
         Ok(Arc::new(LohaLayer {
             name: site.name,
             first: Product {

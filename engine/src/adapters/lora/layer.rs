@@ -88,7 +88,8 @@ impl LoraLayer {
         with_core(&tracked_if(is_training, mid), &down.flatten_from(1)?)?.reshape(dims)
     }
 
-    /// A mask of this shape: 0 with this probability, else 1 / (1 - p). `purpose`: an addition to the seed, for another mask.
+    /// A mask of this shape: 0 with this probability, else 1 / (1 - p). `purpose` is part of the seed, so that each use
+    /// has a mask of its own.
     fn mask(&self, seed: &str, purpose: &str, probability: f64, shape: &[usize], like: &Tensor) -> Result<Tensor> {
         let keep = (1.0 / (1.0 - probability)) as f32;
         let values: Vec<f32> = generator_from_text(&format!("{seed}/{}{purpose}", self.name))

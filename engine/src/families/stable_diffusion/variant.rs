@@ -14,7 +14,7 @@ pub struct Variant {
     pub pipeline_class: &'static str,
     /// Its text encoders, in order.
     pub text_encoders: &'static [TextEncoderSpec],
-    /// What the U-Net gets of the text encoders.
+    /// Which output of the text encoders the U-Net gets.
     pub text_output: TextOutput,
     /// Whether the VAE computes in float32 where the model computes in float16, if its config says `force_upcast`.
     pub vae_overflows_in_f16: bool,
@@ -55,7 +55,7 @@ impl TextLayout {
     }
 }
 
-/// What the U-Net gets of the text encoders.
+/// Which output of the text encoders the U-Net gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TextOutput {
     /// The last hidden state after the final norm.

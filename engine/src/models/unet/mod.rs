@@ -106,7 +106,7 @@ impl UNet2DConditionModel {
     /// As [`Self::forward`], with the pooled text and the sizes that SDXL is conditioned on.
     ///
     /// # Errors
-    /// When the shapes do not match, or the model needs the additional conditions and has none, or the reverse.
+    /// When the shapes do not match, when the model needs the additional conditions and gets none, and when it gets some and needs none.
     pub fn forward_with(
         &self,
         sample: &Tensor,

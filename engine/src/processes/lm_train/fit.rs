@@ -146,8 +146,8 @@ impl RunFit {
         context
     }
 
-    /// Shortens a context that was chosen to what the documents need, of which the longest has this many tokens. A run that resumes reads the same
-    /// documents: none of them is as long as the new context, and the cuts of fill-in-the-middle leave as many tokens free.
+    /// Shortens a context that was chosen to what the documents need. The longest has `longest` tokens. A run that resumes cuts the same
+    /// documents: all are shorter than the new context, and fill-in-the-middle leaves as many tokens free.
     pub(super) fn shorten_context(&mut self, longest: usize, cx: &mut Context<'_>) {
         if self.keys.context.is_some() || self.stored.is_some() {
             return;

@@ -16,8 +16,8 @@ enum Target {
     Velocity,
 }
 
-/// The loss, the sum of the absolute values of its gradient by the prediction for the images and one element of that, and the sum for the
-/// pairs.
+/// Four numbers: the loss; the sum of the absolute values of its gradient with respect to the prediction for the images; one element of that
+/// gradient; the same sum for the pairs.
 fn numbers(guidance: GuidanceType, target: Target, is_masked: bool) -> [f64; 4] {
     let mut generator = TorchGenerator::manual_seed(17);
     let mut randn = || Tensor::from_vec(generator.randn(240), SHAPE, &Device::Cpu).unwrap();

@@ -119,7 +119,7 @@ fn five_steps_in_f32_equal_those_of_the_slice_kernels() {
             println!(
                 "{name}, f32, {mode}: losses differ by {of_loss:.1e}, gradients by {of_gradient:.1e}, all by {of_all:.1e}"
             );
-            // Rounding alone, which depends on the processor: up to 1.6e-4 of a component was seen, 3e-5 of all gradients together.
+            // Rounding alone, which depends on the CPU: up to 1.6e-4 of a component was seen, 3e-5 of all gradients together.
             assert!(
                 of_loss < 1e-4 && of_gradient < 5e-4 && of_all < 1e-4,
                 "{name}, {mode}: {of_loss:.1e}, {of_gradient:.1e}, {of_all:.1e}"

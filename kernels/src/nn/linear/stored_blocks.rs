@@ -31,7 +31,7 @@ pub(super) trait WeightBlocks: Copy {
 
     /// `count` blocks of a row from this input on, which is a multiple of `GROUP`.
     fn group(self, output: usize, input: usize, count: usize) -> Self::Group;
-    /// Prefetches the group at the same place in the next tile. Rows are so short that the processor's own prefetching begins anew for each.
+    /// Prefetches the group at the same place in the next tile. Rows are so short that the CPU's own prefetching starts again for each.
     #[inline(always)]
     fn prefetch<S: Simd>(self, _group: Self::Group) {}
     /// The factors of a group.

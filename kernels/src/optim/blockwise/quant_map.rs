@@ -33,7 +33,7 @@ pub(super) struct DecadeLines {
     pub(super) one_threshold: f32,
 }
 
-/// One number each for zero, for every decade and for 1, at the index that the low bits of the exponent of `y` give.
+/// A number for zero, one for each decade and one for 1. The low bits of the exponent of `y` are the index.
 pub(super) struct ByExponent {
     /// Indexed by four bits.
     pub(super) sixteen: [f32; 16],

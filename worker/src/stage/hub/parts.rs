@@ -5,7 +5,7 @@
 pub(crate) enum RepositoryParts {
     /// The whole model.
     All,
-    /// Text encoders, tokenizers, VAE and scheduler of a model whose denoiser is not used, which takes most of the bytes.
+    /// Text encoders, tokenizers, VAE and scheduler of a model, without its denoiser, which takes most of the bytes and is not used.
     Extras,
 }
 

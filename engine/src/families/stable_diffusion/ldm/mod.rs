@@ -104,7 +104,7 @@ impl LdmNames {
         })
     }
 
-    /// The name in a single file of a tensor of a text encoder (named as in transformers 4), and what it is made from.
+    /// The name that a tensor of a text encoder has in a single file, and the tensor that it is made from. `name`: as in transformers 4.
     /// `None` if the layout has no name for it.
     pub(super) fn text_encoder(&self, spec: &TextEncoderSpec, name: &str) -> Option<(String, SavedTensor)> {
         match spec.layout {
