@@ -41,14 +41,14 @@ fn floats(t: &Tensor) -> Vec<f32> {
     flat.to_vec1().unwrap()
 }
 
-type Named = BTreeMap<String, Vec<f32>>;
+type NumbersByName = BTreeMap<String, Vec<f32>>;
 
-fn values(state: &BTreeMap<String, Tensor>) -> Named {
+fn values(state: &BTreeMap<String, Tensor>) -> NumbersByName {
     state.iter().map(|(name, t)| (name.clone(), floats(t))).collect()
 }
 
 /// Runs six steps; returns the weights and the state.
-fn run(name: OptimizerName, options: &serde_json::Value) -> Named {
+fn run(name: OptimizerName, options: &serde_json::Value) -> NumbersByName {
     let params = params();
     let options = options.as_object().unwrap();
     let lr = base_lr(name, 1e-2);

@@ -219,7 +219,7 @@ impl Converter {
     }
 
     /// Why the layers of a joined layer cannot be joined.
-    fn cannot_join(&self, named: &NamedLayer, parts: &[Part]) -> String {
+    fn cannot_join(&self, named: &NamedLayer, parts: &[LayerAndRows]) -> String {
         let found = parts
             .iter()
             .zip(&named.paths)
@@ -402,10 +402,10 @@ impl Converter {
 }
 
 /// A layer of the model, if the file has it, and its number of rows.
-type Part = (Option<Arc<dyn FileLayer>>, usize);
+type LayerAndRows = (Option<Arc<dyn FileLayer>>, usize);
 
 /// The adapter of a layer that consists of these, or has the halves of the rows of one in the other order. `None`: they cannot be joined.
-fn join_layers(parts: &[Part], halves_swapped: bool) -> candle_core::Result<Option<Arc<dyn FileLayer>>> {
+fn join_layers(parts: &[LayerAndRows], halves_swapped: bool) -> candle_core::Result<Option<Arc<dyn FileLayer>>> {
     let present: Vec<&dyn FileLayer> = parts.iter().filter_map(|(layer, _)| layer.as_deref()).collect();
     let is_lora = present.iter().all(|layer| layer.kind() == "LoRA");
     // A DoRA has the norm of each row, also of those without a change.

@@ -18,7 +18,7 @@ pub enum AttentionMask {
 
 /// The tokens of a batch that each token may attend to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Reach {
+pub(super) enum VisibleKeys {
     /// All tokens before it.
     Causal,
     /// Those before it for which this is true, [b * n].
@@ -32,18 +32,18 @@ pub(super) enum Reach {
 pub(super) struct Resolved {
     /// [b * n]; or [n], if they are the same in all rows.
     pub(super) positions: Vec<u32>,
-    pub(super) reach: Reach,
+    pub(super) visible: VisibleKeys,
 }
 
 impl AttentionMask {
-    /// The positions and the reach of the tokens of a batch [b, n].
+    /// The positions of the tokens of a batch [b, n], and what they may attend to.
     ///
     /// # Errors
     /// When the mask has another shape or cannot be read.
     pub(super) fn resolve(&self, b: usize, n: usize) -> Result<Resolved> {
         let causal = Resolved {
             positions: (0..n as u32).collect(),
-            reach: Reach::Causal,
+            visible: VisibleKeys::Causal,
         };
         match self {
             Self::Causal => Ok(causal),
@@ -64,7 +64,7 @@ impl AttentionMask {
                 }
                 Ok(Resolved {
                     positions,
-                    reach: Reach::Keys(keys),
+                    visible: VisibleKeys::Keys(keys),
                 })
             }
             Self::Documents(numbers) => {
@@ -85,7 +85,7 @@ impl AttentionMask {
                 let positions = first.iter().enumerate().map(|(i, first)| (i % n - first) as u32);
                 Ok(Resolved {
                     positions: positions.collect(),
-                    reach: Reach::From(first),
+                    visible: VisibleKeys::From(first),
                 })
             }
         }

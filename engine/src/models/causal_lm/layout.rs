@@ -1,6 +1,6 @@
 //! Positions and attention masks of one forward pass, shared by all blocks.
 
-use super::attention_mask::{AttentionMask, Reach, Resolved};
+use super::attention_mask::{AttentionMask, Resolved, VisibleKeys};
 use super::config::{CausalLmConfig, PositionKind};
 use crate::nn::{Rotary, RotaryPairs};
 use candle_core::{Device, Result, Tensor};
@@ -72,14 +72,14 @@ impl Layout {
         n: usize,
         device: &Device,
     ) -> Result<Self> {
-        let Resolved { positions, reach } = mask.resolve(b, n)?;
+        let Resolved { positions, visible } = mask.resolve(b, n)?;
         check_positions(config, &positions)?;
         let mut biases: Vec<(Option<usize>, Option<Tensor>)> = Vec::new();
         for window in &config.windows {
             // A window that is longer than the text masks nothing.
             let window = window.filter(|window| *window < n);
             if biases.iter().all(|(known, _)| *known != window) {
-                biases.push((window, bias(&reach, window, b, n, device)?));
+                biases.push((window, bias(&visible, window, b, n, device)?));
             }
         }
         let position_ids = match positions.len() == n {
@@ -115,24 +115,24 @@ pub(super) fn check_positions(config: &CausalLmConfig, positions: &[u32]) -> Res
 }
 
 /// The bias of the scores of tokens [b, n], added to the causal mask: [b or 1, 1, n or 1, n].
-fn bias(reach: &Reach, window: Option<usize>, b: usize, n: usize, device: &Device) -> Result<Option<Tensor>> {
+fn bias(visible: &VisibleKeys, window: Option<usize>, b: usize, n: usize, device: &Device) -> Result<Option<Tensor>> {
     let number = |allowed: bool| if allowed { 0f32 } else { f32::NEG_INFINITY };
-    let (rows, queries) = match (reach, window) {
-        (Reach::Causal, None) => return Ok(None),
-        (Reach::Causal, Some(_)) => (1, n),
-        (Reach::Keys(_), None) => (b, 1),
+    let (rows, queries) = match (visible, window) {
+        (VisibleKeys::Causal, None) => return Ok(None),
+        (VisibleKeys::Causal, Some(_)) => (1, n),
+        (VisibleKeys::Keys(_), None) => (b, 1),
         _ => (b, n),
     };
     let mut numbers = Vec::with_capacity(rows * queries * n);
     for row in 0..rows {
         for query in 0..queries {
             let first = window.map_or(0, |window| (query + 1).saturating_sub(window));
-            let first = match reach {
-                Reach::From(starts) => starts[row * n + query].max(first),
+            let first = match visible {
+                VisibleKeys::From(starts) => starts[row * n + query].max(first),
                 _ => first,
             };
-            match reach {
-                Reach::Keys(keys) => {
+            match visible {
+                VisibleKeys::Keys(keys) => {
                     let keys = keys[row * n..(row + 1) * n].iter().enumerate();
                     numbers.extend(keys.map(|(key, is_real)| number(*is_real && key >= first)));
                 }

@@ -5,7 +5,7 @@
 //! space to one blank, lower case, split by CLIP's pattern, bytes to printable characters, BPE with `</w>` at the end
 //! of a word.
 
-use super::words::{self, Piece, Word};
+use super::learned_words::{self, Piece, Word};
 use crate::error::{EngineError, Result};
 use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
 use crate::models::{config, tokenizer_file};
@@ -174,7 +174,7 @@ impl ClipTokenizer {
             return self.vocabulary_tokens(text);
         }
         let mut ids = Vec::new();
-        for piece in words::split(&self.words, text) {
+        for piece in learned_words::split(&self.words, text) {
             match piece {
                 Piece::Text(text) => ids.append(&mut self.vocabulary_tokens(text)?),
                 Piece::Ids(own) => ids.extend(own),

@@ -4,7 +4,7 @@
 use super::super::run::Run;
 use super::pass::{MicroBatchNumber, NoisyLatents, Pass};
 use super::prompts::passes_on;
-use super::targets::{Part, PromptTargets};
+use super::targets::{PromptTargets, StepPart};
 use crate::error::{EngineError, Result};
 use crate::rng::generator_for;
 use crate::training::SliderTarget;
@@ -75,7 +75,7 @@ pub(super) fn micro_batch(
     if let Some(targets) = targets {
         let (target, parts) = targets.choose(&mut generator)?;
         for (noisy, is_positive) in noisy_sides.iter().zip([true, false]) {
-            let of_side: Vec<Part> = parts
+            let of_side: Vec<StepPart> = parts
                 .iter()
                 .copied()
                 .filter(|part| part.is_positive == is_positive)

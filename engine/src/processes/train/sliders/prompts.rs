@@ -6,7 +6,7 @@
 
 use super::super::run::Run;
 use super::pass::{MicroBatchNumber, NoisyLatents, Pass};
-use super::targets::{Part, PromptTargets, choice};
+use super::targets::{PromptTargets, StepPart, choice};
 use crate::adapters::AdapterPass;
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize};
@@ -64,7 +64,7 @@ pub(super) fn passes_on(
     run: &mut Run<'_>,
     (target, anchor): (&TargetPrompts, Option<&SliderAnchor>),
     noisy: &NoisyLatents,
-    parts: &[Part],
+    parts: &[StepPart],
     share: f64,
 ) -> Result<Vec<Pass>> {
     let timesteps = Tensor::from_vec(noisy.timesteps.clone(), noisy.timesteps.len(), &run.compute.device)?;
@@ -115,7 +115,7 @@ pub(super) fn passes_on(
 /// Samples from noise, without the adapter and with the class's prompt, and stops after `steps` of the steps.
 fn sample(
     run: &Run<'_>,
-    (target, part): (&TargetPrompts, Part),
+    (target, part): (&TargetPrompts, StepPart),
     (ImageSize(width, height), steps): (ImageSize, usize),
     noise: TorchGenerator,
     at: MicroBatchNumber,

@@ -10,14 +10,14 @@ const MAX_ORDERS: usize = 8;
 
 /// One of the parts of a pair's step. The parts of a direction differ only by the prompt that the sampling of their latents avoids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
+pub(super) struct StepPart {
     /// Whether it trains the positive end.
     pub(super) is_positive: bool,
     /// Whether the sampling avoids the positive prompt, or the negative one.
     pub(super) avoids_positive: bool,
 }
 
-impl Part {
+impl StepPart {
     /// 1 or -1.
     pub(super) fn direction(self) -> f64 {
         if self.is_positive { 1.0 } else { -1.0 }
@@ -52,7 +52,7 @@ impl PromptTargets {
     }
 
     /// The pair of prompts of a micro-batch, and its parts.
-    pub(super) fn choose(&self, generator: &mut TorchGenerator) -> Result<(&TargetPrompts, Vec<Part>)> {
+    pub(super) fn choose(&self, generator: &mut TorchGenerator) -> Result<(&TargetPrompts, Vec<StepPart>)> {
         let target = choice(&self.targets, generator)?;
         let parts = parts(target);
         match self.all_parts {
@@ -83,8 +83,8 @@ pub(super) fn choice<'a, T>(all: &'a [T], generator: &mut TorchGenerator) -> Res
 }
 
 /// The parts of a pair: two of each direction. Without a positive or a negative prompt, one of each.
-fn parts(target: &TargetPrompts) -> Vec<Part> {
-    let part = |is_positive, avoids_positive| Part {
+fn parts(target: &TargetPrompts) -> Vec<StepPart> {
+    let part = |is_positive, avoids_positive| StepPart {
         is_positive,
         avoids_positive,
     };

@@ -26,7 +26,7 @@ pub(super) enum Piece<'a> {
 }
 
 /// A word in a text.
-struct Found {
+struct Occurrence {
     at: Range<usize>,
     ids: Range<u32>,
 }
@@ -70,7 +70,7 @@ impl Word {
     }
 
     /// The first place at or after `from` of a normalised text.
-    fn find(&self, lower: &str, from: usize) -> Option<Found> {
+    fn find(&self, lower: &str, from: usize) -> Option<Occurrence> {
         let mut from = from;
         loop {
             let start = from + lower.get(from..)?.find(&self.trigger)?;
@@ -82,7 +82,7 @@ impl Word {
     }
 
     /// The word at `start`, where its letters are.
-    fn at(&self, lower: &str, start: usize) -> Option<Found> {
+    fn at(&self, lower: &str, start: usize) -> Option<Occurrence> {
         let end = start + self.trigger.len();
         let (before, rest) = (lower.get(..start)?, lower.get(end..)?);
         if self.trigger.starts_with(is_word_char) && before.ends_with(is_word_char) {
@@ -95,7 +95,7 @@ impl Word {
         if let Some((number, length)) = number_after(rest)
             && number < last - first
         {
-            return Some(Found {
+            return Some(Occurrence {
                 at: start..end + length,
                 ids: first + number..first + number + 1,
             });
@@ -105,7 +105,7 @@ impl Word {
         }
         let next = rest.trim_start().strip_prefix(self.trigger.as_str());
         let is_converted = last - first > 1 && next.and_then(number_after).is_some_and(|(number, _)| number == 1);
-        Some(Found {
+        Some(Occurrence {
             at: start..end,
             ids: if is_converted {
                 first..first + 1
@@ -153,7 +153,7 @@ pub(super) fn split<'a>(words: &[Word], text: &'a str) -> Vec<Piece<'a>> {
     let (mut pieces, mut from, mut done) = (Vec::new(), 0, 0);
     loop {
         let found = words.iter().filter_map(|word| word.find(lower.get(), from));
-        let Some(Found { at, ids }) = found.min_by_key(|found| (found.at.start, std::cmp::Reverse(found.at.end)))
+        let Some(Occurrence { at, ids }) = found.min_by_key(|found| (found.at.start, std::cmp::Reverse(found.at.end)))
         else {
             break;
         };
