@@ -4,18 +4,22 @@ use crate::support::{FakeCoordinator, FakeState, Home, code, err, job, log, out}
 use aitk_proto::v1::{self, JobState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 use tonic::Status;
 
 /// Runs the program against a fake coordinator.
-async fn run_aitk(fake: &FakeCoordinator, args: &[&str]) -> std::process::Output {
+async fn run_aitk(fake: &FakeCoordinator, args: &[&str]) -> Output {
     run_aitk_with_env(fake, args, &[]).await
 }
 
-async fn run_aitk_with_env(fake: &FakeCoordinator, args: &[&str], env: &[(&str, &str)]) -> std::process::Output {
+async fn run_aitk_with_env(fake: &FakeCoordinator, args: &[&str], env: &[(&str, &str)]) -> Output {
+    run_aitk_in(&Home::new(), fake, args, env).await
+}
+
+/// Runs the program in this home folder against a fake coordinator.
+async fn run_aitk_in(home: &Home, fake: &FakeCoordinator, args: &[&str], env: &[(&str, &str)]) -> Output {
     let address = fake.serve().await;
-    let home = Home::new();
     let mut command = home.aitk();
     command
         .args(args)
@@ -25,6 +29,37 @@ async fn run_aitk_with_env(fake: &FakeCoordinator, args: &[&str], env: &[(&str, 
     tokio::task::spawn_blocking(move || command.output().unwrap())
         .await
         .unwrap()
+}
+
+/// Starts the program in this home folder against a fake coordinator. No hub answers.
+async fn start_aitk(home: &Home, fake: &FakeCoordinator, args: &[&str], stderr: Stdio) -> Child {
+    let address = fake.serve().await;
+    Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(args)
+        .env_clear()
+        .env("HOME", home.path())
+        .env("PATH", "/usr/bin:/bin")
+        .env("HF_ENDPOINT", "http://127.0.0.1:1")
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t")
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(stderr)
+        .spawn()
+        .unwrap()
+}
+
+/// Waits until something has happened, while the program runs.
+async fn wait_while_running(child: &mut Child, has_happened: impl Fn() -> bool) {
+    while !has_happened() {
+        assert_eq!(child.try_wait().unwrap(), None);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Sends the signal of Ctrl-C.
+fn interrupt(child: &Child) {
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
 }
 
 fn fake(jobs: Vec<v1::Job>) -> FakeCoordinator {
@@ -128,18 +163,10 @@ const JOB: &str = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to
 #[tokio::test(flavor = "multi_thread")]
 async fn the_id_of_a_job_is_shown_although_the_coordinator_fails_after_the_submission() {
     let fake = fake(Vec::new());
-    let address = fake.serve().await;
     let home = Home::new();
     home.write("job.yaml", JOB);
-    let mut submit = home.aitk();
-    submit
-        .args(["submit", "job.yaml"])
-        .env("HF_ENDPOINT", "http://127.0.0.1:1")
-        .env("AITK_SERVER", format!("http://{address}"))
-        .env("AITK_TOKEN", "t");
-    let output = tokio::task::spawn_blocking(move || submit.output().unwrap())
-        .await
-        .unwrap();
+    let env = [("HF_ENDPOINT", "http://127.0.0.1:1")];
+    let output = run_aitk_in(&home, &fake, &["submit", "job.yaml"], &env).await;
     assert_ne!(code(&output), 0);
     assert!(err(&output).contains("aitk watch j1"), "{}", err(&output));
 }
@@ -147,27 +174,12 @@ async fn the_id_of_a_job_is_shown_although_the_coordinator_fails_after_the_submi
 /// Interrupts `aitk submit` when the coordinator has got a call that it does not answer. Returns what the command wrote to standard
 /// error.
 async fn interrupt_submit(fake: &FakeCoordinator, has_hung: impl Fn(&FakeState) -> bool) -> String {
-    let address = fake.serve().await;
     let home = Home::new();
     home.write("job.yaml", JOB);
-    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-        .args(["submit", "job.yaml"])
-        .env_clear()
-        .env("HOME", home.path())
-        .env("HF_ENDPOINT", "http://127.0.0.1:1")
-        .env("AITK_SERVER", format!("http://{address}"))
-        .env("AITK_TOKEN", "t")
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    while !has_hung(&fake.0.lock().unwrap()) {
-        assert_eq!(child.try_wait().unwrap(), None);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let mut child = start_aitk(&home, fake, &["submit", "job.yaml"], Stdio::piped()).await;
+    wait_while_running(&mut child, || has_hung(&fake.0.lock().unwrap())).await;
     let start = std::time::Instant::now();
-    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    interrupt(&child);
     let output = child.wait_with_output().unwrap();
     // Each call ends after 30 seconds.
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
@@ -208,27 +220,13 @@ fn slow_command(home: &Home, seconds: u32) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn ctrl_c_works_while_a_notification_is_sent() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
-    let address = fake.serve().await;
     let home = Home::new();
     let command = slow_command(&home, 20);
-    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-        .args(["watch", "j1", "--notify-command", command.as_str()])
-        .env_clear()
-        .env("HOME", home.path())
-        .env("PATH", "/usr/bin:/bin")
-        .env("AITK_SERVER", format!("http://{address}"))
-        .env("AITK_TOKEN", "t")
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    while !home.path().join("begun").exists() {
-        assert_eq!(child.try_wait().unwrap(), None);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let args = ["watch", "j1", "--notify-command", command.as_str()];
+    let mut child = start_aitk(&home, &fake, &args, Stdio::null()).await;
+    wait_while_running(&mut child, || home.path().join("begun").exists()).await;
     let start = std::time::Instant::now();
-    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    interrupt(&child);
     // The job has ended, and its exit code counts.
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
@@ -238,17 +236,10 @@ async fn ctrl_c_works_while_a_notification_is_sent() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_time_limit_of_wait_is_not_for_the_notification() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
-    let address = fake.serve().await;
     let home = Home::new();
     let command = slow_command(&home, 3);
-    let mut wait = home.aitk();
-    wait.args(["wait", "j1", "--timeout", "1s", "--notify-command", command.as_str()])
-        .env("PATH", "/usr/bin:/bin")
-        .env("AITK_SERVER", format!("http://{address}"))
-        .env("AITK_TOKEN", "t");
-    let output = tokio::task::spawn_blocking(move || wait.output().unwrap())
-        .await
-        .unwrap();
+    let args = ["wait", "j1", "--timeout", "1s", "--notify-command", command.as_str()];
+    let output = run_aitk_in(&home, &fake, &args, &[]).await;
     assert_eq!(code(&output), 0, "{}", err(&output));
 }
 
@@ -259,27 +250,13 @@ async fn ctrl_c_works_while_the_reason_for_waiting_is_fetched() {
         let mut state = fake.0.lock().unwrap();
         (state.gets_to_answer, state.hang) = (Some(0), true);
     }
-    let address = fake.serve().await;
     let home = Home::new();
-    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-        .args(["watch", "j1"])
-        .env_clear()
-        .env("HOME", home.path())
-        .env("AITK_SERVER", format!("http://{address}"))
-        .env("AITK_TOKEN", "t")
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let looks = || fake.0.lock().unwrap().unanswered_gets;
-    while looks() == 0 {
-        assert_eq!(child.try_wait().unwrap(), None);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    let mut child = start_aitk(&home, &fake, &["watch", "j1"], Stdio::null()).await;
+    let lookups = || fake.0.lock().unwrap().unanswered_gets;
+    wait_while_running(&mut child, || lookups() > 0).await;
+    interrupt(&child);
     while child.try_wait().unwrap().is_none() {
-        if looks() > 1 {
+        if lookups() > 1 {
             // A second lookup means that the signal was missed.
             child.kill().unwrap();
         }
@@ -338,24 +315,10 @@ async fn the_logs_of_an_array_go_on_when_a_member_is_removed() {
 async fn ctrl_c_works_while_the_members_of_an_array_are_fetched() {
     let fake = fake(array(JobState::Running));
     fake.0.lock().unwrap().hang_lists = true;
-    let address = fake.serve().await;
     let home = Home::new();
-    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-        .args(["watch", "a1"])
-        .env_clear()
-        .env("HOME", home.path())
-        .env("AITK_SERVER", format!("http://{address}"))
-        .env("AITK_TOKEN", "t")
-        .current_dir(home.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    while fake.0.lock().unwrap().unanswered_lists == 0 {
-        assert_eq!(child.try_wait().unwrap(), None);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    let mut child = start_aitk(&home, &fake, &["watch", "a1"], Stdio::null()).await;
+    wait_while_running(&mut child, || fake.0.lock().unwrap().unanswered_lists > 0).await;
+    interrupt(&child);
     for _ in 0..500 {
         if child.try_wait().unwrap().is_some() {
             break;
