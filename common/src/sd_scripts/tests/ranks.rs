@@ -1,15 +1,41 @@
 //! Ranks of blocks, and those of a file. Names as `networks/lora.py` counts blocks (`get_block_index`).
 
 use super::support::{base, folder, import_in, job};
+use crate::job::Finding;
 use crate::job::network::NetworkConfig;
-use crate::sd_scripts::Script;
+use crate::sd_scripts::{Imported, Script};
 
-fn network(script: Script, lines: &str) -> (NetworkConfig, Vec<String>) {
+/// Text encoders are not trained.
+const UNET_ONLY: &str = "network_train_unet_only = true\n";
+
+/// Imports the small config of a script with these lines. `module`: in place of `networks.lora`.
+fn import_with(script: Script, module: &str, lines: &str) -> Result<Imported, Vec<Finding>> {
     let folder = folder();
-    let imported = import_in(folder.path(), &format!("{}{lines}\n", base(script)), Some(script)).unwrap();
-    let notes = imported.notes.iter().map(ToString::to_string).collect();
+    let text = format!("{}{lines}\n", base(script).replace("networks.lora", module));
+    import_in(folder.path(), &text, Some(script))
+}
+
+/// Imports a config of `train_network.py` that trains the U-Net alone.
+fn import_unet_only(module: &str, lines: &str) -> Result<Imported, Vec<Finding>> {
+    import_with(Script::TrainNetwork, module, &format!("{UNET_ONLY}{lines}"))
+}
+
+/// The `network` section of an imported config.
+fn network_of(imported: &Imported) -> NetworkConfig {
     let job = job(&imported.yaml);
-    (job.process[0].trainer().unwrap().network.clone().unwrap(), notes)
+    job.process[0].trainer().unwrap().network.clone().unwrap()
+}
+
+/// The `network` section of a small config with these lines, and the notes.
+fn network(script: Script, lines: &str) -> (NetworkConfig, Vec<String>) {
+    let imported = import_with(script, "networks.lora", lines).unwrap();
+    let notes = imported.notes.iter().map(ToString::to_string).collect();
+    (network_of(&imported), notes)
+}
+
+/// Whether a note has this text.
+fn has_note(imported: &Imported, text: &str) -> bool {
+    imported.notes.iter().any(|note| note.message.contains(text))
 }
 
 /// Linear rank and alpha, and those of convolutions, of the layers of this name.
@@ -70,9 +96,8 @@ fn blocks_have_their_own_ranks() {
 #[test]
 fn a_block_of_rank_0_has_no_factor_of_the_learning_rate() {
     let factors = |arguments: &str| -> Vec<String> {
-        let folder = folder();
-        let text = format!("{}network_args = [{arguments}]\n", base(Script::TrainNetwork));
-        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let lines = format!("network_args = [{arguments}]");
+        let imported = import_with(Script::TrainNetwork, "networks.lora", &lines).unwrap();
         let job = job(&imported.yaml);
         let factors = job.process[0].trainer().unwrap().train.lr_factors.iter();
         factors.map(|factor| factor.contains.clone()).collect()
@@ -143,14 +168,8 @@ fn an_alpha_of_0_is_the_rank_of_each_layer() {
     let of_block = of(&found, "unet.down_blocks.0.attentions.0.proj_in");
     assert_eq!(of_block, (Some(8), Some(0.0), None, None));
 
-    let folder = folder();
-    let text = format!(
-        "{}network_train_unet_only = true\nnetwork_dim = 16\nnetwork_alpha = 0\nnetwork_args = [\"conv_dim=4\"]\n",
-        base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya")
-    );
-    let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
-    let job = job(&imported.yaml);
-    let found = job.process[0].trainer().unwrap().network.as_ref().unwrap();
+    let lines = "network_dim = 16\nnetwork_alpha = 0\nnetwork_args = [\"conv_dim=4\"]";
+    let found = network_of(&import_unet_only("lycoris.kohya", lines).unwrap());
     assert_eq!(
         (found.linear_alpha, found.conv, found.conv_alpha),
         (0.0, Some(4), Some(4.0))
@@ -165,54 +184,26 @@ fn an_alpha_of_0_is_the_rank_of_each_layer() {
 /// `0` is 0.
 #[test]
 fn convolutions_of_rank_0_have_no_lora_and_the_layers_beside_them_have_one() {
-    let base = base(Script::TrainNetwork);
     for module in ["networks.lora", "lycoris.kohya"] {
-        let folder = folder();
-        let text = format!("{base}network_args = [\"conv_dim=0\", \"conv_alpha=0\"]\n");
-        let text = text.replace("networks.lora", module);
-        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
-        let network = job(&imported.yaml).process[0]
-            .trainer()
-            .unwrap()
-            .network
-            .clone()
-            .unwrap();
+        let lines = "network_args = [\"conv_dim=0\", \"conv_alpha=0\"]";
+        let network = network_of(&import_with(Script::TrainNetwork, module, lines).unwrap());
         assert_eq!((network.linear, network.conv), (4, None), "{module}");
         let only = network.network_kwargs.only_if_contains;
         // LyCORIS adapts all of this U-Net.
         let has_resnets = only.is_none_or(|names| names.contains(&"resnets".to_owned()));
         assert!(has_resnets, "{module}");
     }
-    let lines = "network_module = \"lycoris.kohya\"\nnetwork_args = [\"conv_dim=8\", \"conv_alpha=0\", \"algo=lokr\", \"decompose_both=False\"]";
-    let text = base.replace("network_module = \"networks.lora\"", lines);
-    let folder = folder();
-    let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
-    let network = job(&imported.yaml).process[0]
-        .trainer()
-        .unwrap()
-        .network
-        .clone()
-        .unwrap();
+    let lines = "network_args = [\"conv_dim=8\", \"conv_alpha=0\", \"algo=lokr\", \"decompose_both=False\"]";
+    let imported = import_with(Script::TrainNetwork, "lycoris.kohya", lines).unwrap();
+    let network = network_of(&imported);
     assert_eq!((network.conv, network.conv_alpha), (Some(8), Some(8.0)));
-    assert!(
-        imported
-            .notes
-            .iter()
-            .any(|note| note.message.contains("takes any text for True")),
-        "{:?}",
-        imported.notes
-    );
+    assert!(has_note(&imported, "takes any text for True"), "{:?}", imported.notes);
 }
 
 /// A LoKr of whole matrices has no ranks in a config of aitk, also none that leaves out convolutions.
 #[test]
 fn a_lokr_of_whole_matrices_has_no_convolutions_of_rank_0() {
-    let base = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
-    let import = |lines: &str| {
-        let folder = folder();
-        let text = format!("{base}network_train_unet_only = true\n{lines}\n");
-        import_in(folder.path(), &text, Some(Script::TrainNetwork))
-    };
+    let import = |lines: &str| import_unet_only("lycoris.kohya", lines);
     for lines in [
         "network_args = [\"algo=lokr\", \"conv_dim=0\", \"full_matrix=True\"]",
         "network_dim = 100000\nnetwork_args = [\"algo=lokr\", \"conv_dim=0\", \"use_cp=True\"]",
@@ -239,22 +230,16 @@ fn a_lokr_of_whole_matrices_has_no_convolutions_of_rank_0() {
 /// `LoConModule.make_weight` and `get_weight` of LyCORIS zero rows of the weight's change; `networks/lora.py` rows of the first matrix.
 #[test]
 fn each_kind_of_network_drops_what_its_software_drops() {
-    let sd = base(Script::TrainNetwork);
     let import = |module: &str, algo: &str| {
-        let folder = folder();
         let arguments = "\"rank_dropout=0.25\", \"module_dropout=0.1\", \"rank_dropout_scale=True\"";
-        let text = format!(
-            "{sd}network_train_unet_only = true\nnetwork_dropout = 0.125\nnetwork_args = [{algo}{arguments}]\n"
-        );
-        let text = text.replace("networks.lora", module);
-        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let lines = format!("network_dropout = 0.125\nnetwork_args = [{algo}{arguments}]");
+        let imported = import_unet_only(module, &lines).unwrap();
         let notes = imported
             .notes
             .iter()
             .filter(|note| note.key == "network_dropout")
             .count();
-        let job = job(&imported.yaml);
-        let network = job.process[0].trainer().unwrap().network.clone().unwrap();
+        let network = network_of(&imported);
         let kwargs = network.network_kwargs;
         assert_eq!(kwargs.module_dropout, Some(0.1), "{module} {algo}");
         (kwargs.rank_dropout, kwargs.output_dropout, network.dropout, notes)
@@ -272,14 +257,9 @@ fn each_kind_of_network_drops_what_its_software_drops() {
 /// `create_network` of `lycoris/kohya.py` has three names for it, and takes the first one that is given.
 #[test]
 fn convolutions_of_lycoris_have_a_third_matrix() {
-    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
     let decomposes = |arguments: &str| {
-        let folder = folder();
-        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
-        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
-        let job = job(&imported.yaml);
-        let network = job.process[0].trainer().unwrap().network.clone().unwrap();
-        network.network_kwargs.use_cp
+        let imported = import_unet_only("lycoris.kohya", &format!("network_args = [{arguments}]")).unwrap();
+        network_of(&imported).network_kwargs.use_cp
     };
     for algo in ["locon", "loha", "lokr"] {
         for name in ["use_tucker", "use_cp", "use_conv_cp"] {
@@ -302,16 +282,9 @@ fn convolutions_of_lycoris_have_a_third_matrix() {
 /// `LokrModule` multiplies whole matrices with sqrt(network_dim), and its own files are read without that.
 #[test]
 fn rank_stabilised_networks_of_lycoris_are_trained_so() {
-    let sd = base(Script::TrainNetwork);
-    let import = |module: &str, lines: &str| {
-        let folder = folder();
-        let text = format!("{sd}network_train_unet_only = true\n{lines}\n").replace("networks.lora", module);
-        import_in(folder.path(), &text, Some(Script::TrainNetwork))
-    };
     let is_stabilised = |module: &str, arguments: &str| {
-        let imported = import(module, &format!("network_args = [{arguments}]")).unwrap();
-        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
-        network.unwrap().network_kwargs.rs_lora
+        let imported = import_unet_only(module, &format!("network_args = [{arguments}]")).unwrap();
+        network_of(&imported).network_kwargs.rs_lora
     };
     for algo in ["locon", "loha", "lokr"] {
         let with = |value: &str| is_stabilised("lycoris.kohya", &format!("\"algo={algo}\", \"rs_lora={value}\""));
@@ -322,7 +295,7 @@ fn rank_stabilised_networks_of_lycoris_are_trained_so() {
         "network_args = [\"algo=lokr\", \"rs_lora=True\", \"full_matrix=True\"]",
         "network_dim = 100000\nnetwork_args = [\"algo=lokr\", \"rs_lora=True\"]",
     ] {
-        let errors = import("lycoris.kohya", lines).unwrap_err();
+        let errors = import_unet_only("lycoris.kohya", lines).unwrap_err();
         assert!(
             errors.len() == 1 && errors[0].message.starts_with("rs_lora: LyCORIS multiplies"),
             "{lines}: {errors:?}"
@@ -334,36 +307,29 @@ fn rank_stabilised_networks_of_lycoris_are_trained_so() {
 /// `_rebuild_forward` drops.
 #[test]
 fn a_change_that_is_computed_apart_is_the_same_without_dropout() {
-    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
-    let import = |lines: &str| {
-        let folder = folder();
-        let text = format!("{sd}network_train_unet_only = true\n{lines}\n");
-        import_in(folder.path(), &text, Some(Script::TrainNetwork))
-    };
-    let network_of = |lines: &str| {
+    let import = |lines: &str| import_unet_only("lycoris.kohya", lines);
+    let network_and_notes = |lines: &str| {
         let imported = import(lines).unwrap();
-        let has_note = |part: &str| imported.notes.iter().any(|note| note.message.contains(part));
-        let notes = [has_note("LyCORIS 3 leaves"), has_note("of a LoKr with bypass_mode")];
-        let job = job(&imported.yaml);
-        (job.process[0].trainer().unwrap().network.clone().unwrap(), notes)
+        let notes = ["LyCORIS 3 leaves", "of a LoKr with bypass_mode"].map(|text| has_note(&imported, text));
+        (network_of(&imported), notes)
     };
     for algo in ["locon", "loha", "lokr"] {
         for dropout in ["", "\"module_dropout=0.1\", "] {
             let lines = |bypass: &str| {
                 format!("network_dim = 8\nnetwork_alpha = 2\nnetwork_args = [{dropout}{bypass}\"algo={algo}\"]")
             };
-            let (plain, _) = network_of(&lines(""));
-            let (apart, notes) = network_of(&lines("\"bypass_mode=True\", "));
+            let (plain, _) = network_and_notes(&lines(""));
+            let (apart, notes) = network_and_notes(&lines("\"bypass_mode=True\", "));
             assert_eq!((apart, notes), (plain, [algo == "lokr", false]), "{algo}");
         }
     }
     let lines =
         "network_dim = 8\nnetwork_alpha = 8\nnetwork_args = [\"algo=lokr\", \"bypass_mode=True\", \"rs_lora=True\"]";
-    assert_eq!(network_of(lines).1, [true, false]);
-    let (of_loha, _) = network_of("network_args = [\"algo=loha\", \"bypass_mode=True\", \"rank_dropout=0.2\"]");
+    assert_eq!(network_and_notes(lines).1, [true, false]);
+    let (of_loha, _) = network_and_notes("network_args = [\"algo=loha\", \"bypass_mode=True\", \"rank_dropout=0.2\"]");
     assert_eq!(of_loha.network_kwargs.rank_dropout, Some(0.2));
     let lines = "network_dim = 8\nnetwork_alpha = 8\nnetwork_args = [\"algo=lokr\", \"bypass_mode=True\", \"rank_dropout=0.2\"]";
-    let (of_lokr, notes) = network_of(lines);
+    let (of_lokr, notes) = network_and_notes(lines);
     assert_eq!((of_lokr.network_kwargs.rank_dropout, notes), (None, [false, true]));
     for (lines, key, part) in [
         (
@@ -393,25 +359,9 @@ fn a_change_that_is_computed_apart_is_the_same_without_dropout() {
 /// `weight_decompose` and `wd_on_out` of LyCORIS' modules.
 #[test]
 fn weights_are_decomposed_as_by_lycoris() {
-    let sd = base(Script::TrainNetwork);
-    let import = |module: &str, arguments: &str| {
-        let folder = folder();
-        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
-        import_in(
-            folder.path(),
-            &text.replace("networks.lora", module),
-            Some(Script::TrainNetwork),
-        )
-    };
+    let import = |module: &str, arguments: &str| import_unet_only(module, &format!("network_args = [{arguments}]"));
     let decomposes = |module: &str, arguments: &str| {
-        let imported = import(module, arguments).unwrap();
-        let network = job(&imported.yaml).process[0]
-            .trainer()
-            .unwrap()
-            .network
-            .clone()
-            .unwrap();
-        let kwargs = network.network_kwargs;
+        let kwargs = network_of(&import(module, arguments).unwrap()).network_kwargs;
         (kwargs.dora_wd, kwargs.wd_on_out)
     };
     for algo in ["locon", "loha", "lokr"] {
@@ -438,15 +388,10 @@ fn weights_are_decomposed_as_by_lycoris() {
 #[test]
 fn norms_are_trained_as_by_lycoris() {
     let import = |script: Script, module: &str, arguments: &str| {
-        let folder = folder();
-        let text = base(script).replace("networks.lora", module);
-        let text = format!("{text}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
-        import_in(folder.path(), &text, Some(script))
+        import_with(script, module, &format!("{UNET_ONLY}network_args = [{arguments}]"))
     };
     let kwargs = |script: Script, module: &str, arguments: &str| {
-        let imported = import(script, module, arguments).unwrap();
-        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
-        network.unwrap().network_kwargs
+        network_of(&import(script, module, arguments).unwrap()).network_kwargs
     };
     let on = "\"algo=loha\", \"train_norm=True\"";
     let of_sd = kwargs(Script::TrainNetwork, "lycoris.kohya", on);
@@ -476,23 +421,15 @@ fn norms_are_trained_as_by_lycoris() {
 /// `LokrModule` and `factorization` of LyCORIS; `create_network` of `lycoris/kohya.py` takes any text of decompose_both for True.
 #[test]
 fn a_lokr_of_lycoris_is_split_as_there() {
-    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
     let kwargs = |arguments: &str| {
-        let folder = folder();
-        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = [{arguments}]\n");
-        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
-        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
-        let kwargs = network.unwrap().network_kwargs;
+        let imported = import_unet_only("lycoris.kohya", &format!("network_args = [{arguments}]")).unwrap();
+        let kwargs = network_of(&imported).network_kwargs;
         let splits = [
             kwargs.decompose_both,
             kwargs.unbalanced_factorization,
             kwargs.smaller_factor_first,
         ];
-        let has_note = imported
-            .notes
-            .iter()
-            .any(|note| note.message.contains("takes any text for True"));
-        (splits, has_note)
+        (splits, has_note(&imported, "takes any text for True"))
     };
     let of = |arguments: &str| kwargs(&format!("\"algo=lokr\", {arguments}"));
     assert_eq!(of("\"factor=-1\""), ([false; 3], false));
