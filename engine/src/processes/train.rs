@@ -4,10 +4,12 @@
 //! point is chosen by step, and an optimizer's state is used only with its weights. Exact states are in `<run
 //! folder>/.aitk/checkpoints`.
 
+mod adapter_options;
 mod checkpoint;
 mod data;
 mod embedding;
 mod event_artifact;
+mod fingerprints;
 mod image_batches;
 mod latents;
 mod learned_snr;

@@ -3,6 +3,7 @@
 use super::super::context::Context;
 use super::super::rate::Progress;
 use super::data::TrainingData;
+use super::fingerprints::vae_fingerprint;
 use super::options;
 use crate::data::Dataset;
 use crate::device::Compute;
@@ -26,7 +27,7 @@ pub(super) fn are_cached(data: &TrainingData) -> bool {
 /// # Errors
 /// When the codec's files cannot be read.
 pub(super) fn store(process: &TrainerProcess, vae_path: &Path, codec: &dyn Codec) -> Result<LatentStore> {
-    let weights = options::vae_fingerprint(vae_path)?;
+    let weights = vae_fingerprint(vae_path)?;
     Ok(LatentStore::new(&weights, &options::latent_space(process), codec))
 }
 

@@ -1,7 +1,7 @@
 //! Whole jobs that train other types of adapters than LoRA: they resume exactly, write the names of ai-toolkit, and have the tensors
 //! that the planner counts.
 
-use super::options;
+use super::adapter_options::{adapter_config, adapter_type};
 use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use super::transformer_test_runs::{complete, flow_trainer, tensors};
@@ -360,10 +360,7 @@ fn trained_numbers(process: &TrainerProcess, network: &NetworkConfig) -> u64 {
     let mut model = families::load(path, process.model.arch.name, &LoadOptions::cpu()).unwrap();
     let mut parts = model.parts();
     parts.retain(|part| part.role == PartRole::Denoiser);
-    let (adapter, config) = (
-        options::adapter_type(network).unwrap(),
-        options::adapter_config(network),
-    );
+    let (adapter, config) = (adapter_type(network).unwrap(), adapter_config(network));
     let mut generator = TorchGenerator::manual_seed(1);
     let network = AdapterNetwork::attach_as(&*adapter, &config, None, &mut parts, &mut generator).unwrap();
     network.params().iter().map(|param| param.var.elem_count() as u64).sum()

@@ -254,7 +254,7 @@ fn layers_and_norms_are_those_of_ai_toolkit() {
         };
         network.network_kwargs.target_lin_modules = list(linear);
         network.network_kwargs.target_conv_modules = list(conv.unwrap_or_default());
-        super::options::adapter_config(&network)
+        super::adapter_options::adapter_config(&network)
     };
     let resnets: &[&str] = &["ResnetBlock2D", "Downsample2D", "Upsample2D"];
     for (config, expected) in [

@@ -4,9 +4,6 @@ use super::super::context::Context;
 use super::super::run_folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
-use crate::adapters::{
-    AdapterConfig, AdapterType, Difference, Dora, Dropout, LayerRank, Locon, Loha, Lokr, Lora, Rank, WeightDecomposed,
-};
 use crate::data::{
     Augmentations, AugmentedControlOptions, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole,
     DatasetOptions, ImageStatistics, MaskOptions, TagRules,
@@ -24,16 +21,10 @@ use aitk_common::job::augmentation::read_augmentations;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use aitk_common::job::lokr::LokrSplits;
-use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType};
 use aitk_common::job::values::{ImageSize, TextSource};
-use aitk_common::model_files::PartPaths;
-use sha2::{Digest, Sha256};
-use std::io::{Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
 
 /// Checks that the engine can train what the config says. Jobs are checked before they are accepted; this protects
 /// against specs from other sources.
@@ -148,124 +139,6 @@ pub(super) fn caches_captions(process: &TrainerProcess) -> bool {
         || process.datasets.iter().any(|dataset| dataset.cache_text_embeddings)
         // The captions of image pairs are trained on without the text encoder, too.
         || (process.kind.uses_image_pairs() && process.train.unload_text_encoder)
-}
-
-/// The effective alpha: 0 means the rank, as in ai-toolkit (`toolkit/lora_special.py`) and kohya's scripts.
-fn effective_alpha(configured: f64, rank: u32) -> f64 {
-    match configured == 0.0 {
-        true => f64::from(rank),
-        false => configured,
-    }
-}
-
-/// The type of adapter that is trained.
-pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterType>> {
-    let is_lora = !matches!(network.kind, NetworkType::Lokr | NetworkType::Loha);
-    let inner: Box<dyn AdapterType> = match network.kind {
-        NetworkType::Lora | NetworkType::Lierla => Box::new(Lora),
-        NetworkType::Locon | NetworkType::Lycoris => Box::new(Locon),
-        NetworkType::Lokr => Box::new(Lokr {
-            factor: usize::try_from(*network.lokr_factor).ok(),
-            old_names: network.old_lokr_format,
-            splits: LokrSplits {
-                smaller_first: network.network_kwargs.smaller_factor_first,
-                unbalanced: network.network_kwargs.unbalanced_factorization,
-                both: network.network_kwargs.decompose_both,
-            },
-        }),
-        NetworkType::Loha => Box::new(Loha),
-        NetworkType::Dora => Box::new(Dora),
-        NetworkType::Fullrank => Box::new(Difference),
-        NetworkType::Lorm => {
-            return Err(EngineError::Unsupported(format!(
-                "network.type: `{}` is not trained yet",
-                network.kind
-            )));
-        }
-    };
-    let kwargs = &network.network_kwargs;
-    if !kwargs.dora_wd {
-        return Ok(inner);
-    }
-    Ok(Box::new(WeightDecomposed {
-        inner,
-        is_lora,
-        on_outputs: kwargs.wd_on_out,
-    }))
-}
-
-/// Converts the `network` section.
-pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
-    let kwargs = &network.network_kwargs;
-    let of_rank = kwargs.rank_dropout.unwrap_or(0.0);
-    // As in LyCORIS.
-    let drops_outputs = matches!(network.kind, NetworkType::Lokr | NetworkType::Loha);
-    let config = AdapterConfig {
-        rank: network.linear as usize,
-        alpha: effective_alpha(network.linear_alpha, network.linear),
-        conv_rank: network.conv.map(|r| r as usize),
-        conv_alpha: effective_alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
-        layer_ranks: layer_ranks(network),
-        dropout: Dropout {
-            input: 0.0,
-            element: network.dropout.unwrap_or(0.0),
-            rank: if drops_outputs { 0.0 } else { of_rank },
-            output: if drops_outputs {
-                of_rank
-            } else {
-                kwargs.output_dropout.unwrap_or(0.0)
-            },
-            module: kwargs.module_dropout.unwrap_or(0.0),
-        },
-        tucker: kwargs.use_cp,
-        rank_stabilised: kwargs.rs_lora,
-        only_if_contains: kwargs
-            .only_if_contains
-            .as_ref()
-            .map(|l| l.0.clone())
-            .unwrap_or_default(),
-        ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
-        full_if_contains: kwargs.full_if_contains.0.clone(),
-        norms: network.all_layers || kwargs.train_norm,
-        lycoris_norms: kwargs.train_norm,
-        containers: network.target_classes(),
-        whole_in_out: kwargs.full_train_in_out,
-        parameter_threshold: kwargs.parameter_threshold,
-        blocks_only: network.transformer_only,
-        alpha_in_config: false,
-    };
-    if network.kind != NetworkType::Lokr || !network.lokr_full_rank {
-        return config;
-    }
-    let (rank, alpha) = (LOKR_FULL_RANK as usize, LOKR_FULL_RANK as f64);
-    AdapterConfig {
-        rank,
-        alpha,
-        conv_rank: Some(rank),
-        conv_alpha: alpha,
-        rank_stabilised: false,
-        ..config
-    }
-}
-
-/// Converts `network.layer_ranks`: what an entry does not set is that of the network.
-fn layer_ranks(network: &NetworkConfig) -> Vec<LayerRank> {
-    let rank = |rank: u32, alpha: Option<f64>| Rank {
-        rank: rank as usize,
-        alpha: effective_alpha(alpha.unwrap_or(0.0), rank),
-    };
-    let entries = network.layer_ranks.iter().map(|entry| LayerRank {
-        contains: entry.contains.clone(),
-        linear: rank(
-            entry.linear.unwrap_or(network.linear),
-            entry.linear_alpha.or(Some(network.linear_alpha)),
-        ),
-        conv: rank(
-            entry.conv.or(network.conv).unwrap_or(0),
-            entry.conv_alpha.or(network.conv_alpha),
-        ),
-    });
-    entries.collect()
 }
 
 /// Converts the data sets, one per resolution.
@@ -620,112 +493,4 @@ pub(super) fn latent_space(process: &TrainerProcess) -> String {
         Some(version) => version.clone(),
         None => process.model.arch.name.latent_space_version().to_owned(),
     }
-}
-
-/// A fingerprint of a VAE's weights: a hash of the names, sizes and samples of its files.
-pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
-    let inner = path.join("vae");
-    let folder = if inner.is_dir() { inner } else { path.to_path_buf() };
-    let mut hash = Sha256::new();
-    for file in files_of(&folder, &["safetensors", "json"])? {
-        add_to_fingerprint(&mut hash, &file)?;
-    }
-    Ok(hex::encode(&hash.finalize()[..8]))
-}
-
-/// A fingerprint of a model's text encoders: of the files of its folders `text_encoder…` and `tokenizer…`, of the configs of
-/// its other parts, which can say how long a prompt may be (that of FLUX.1's transformer and of its scheduler), and of a LoRA.
-/// For a single file: of the file, and of the tokenizers and the scheduler beside it. The same of each of `parts` that may have
-/// text encoders.
-pub(super) fn text_fingerprint(model: &Path, parts: &PartPaths, changes: &[PathBuf]) -> Result<String> {
-    let mut hash = Sha256::new();
-    add_text_encoders(&mut hash, model)?;
-    for (key, path) in [("extras", &parts.extras), ("text encoder", &parts.text_encoder)] {
-        let Some(path) = path else { continue };
-        hash.update(key.as_bytes());
-        for file in files_of(path, &TEXT_FILES)? {
-            add_to_fingerprint(&mut hash, &file)?;
-        }
-        add_text_encoders(&mut hash, path)?;
-    }
-    for change in changes {
-        for file in files_of(change, &["safetensors", "json"])? {
-            add_to_fingerprint(&mut hash, &file)?;
-        }
-    }
-    Ok(hex::encode(&hash.finalize()[..8]))
-}
-
-/// The suffixes of files that text encoders and tokenizers consist of.
-const TEXT_FILES: [&str; 5] = ["safetensors", "gguf", "json", "txt", "model"];
-
-/// Adds what [`text_fingerprint`] says of one path.
-fn add_text_encoders(hash: &mut Sha256, model: &Path) -> Result<()> {
-    let folder = match model.is_dir() {
-        true => model.to_path_buf(),
-        false => {
-            add_to_fingerprint(hash, model)?;
-            model.parent().unwrap_or(Path::new(".")).to_path_buf()
-        }
-    };
-    let entries = std::fs::read_dir(&folder).map_err(|e| EngineError::io(&folder, e))?;
-    let mut parts: Vec<PathBuf> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.is_dir())
-        .collect();
-    parts.sort();
-    for part in parts {
-        let name = part.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let is_tokenizer = name.starts_with("tokenizer");
-        if is_tokenizer || (name.starts_with("text_encoder") && model.is_dir()) {
-            hash.update(name.as_bytes());
-            for file in files_of(&part, &TEXT_FILES)? {
-                add_to_fingerprint(hash, &file)?;
-            }
-            continue;
-        }
-        for config in ["config.json", "scheduler_config.json"].map(|file| part.join(file)) {
-            if config.is_file() && (model.is_dir() || name == "scheduler") {
-                hash.update(name.as_bytes());
-                add_to_fingerprint(hash, &config)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The files of a folder with these suffixes, sorted; or the file itself.
-fn files_of(path: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
-    if !path.is_dir() {
-        return Ok(vec![path.to_path_buf()]);
-    }
-    let has_suffix = |path: &PathBuf| {
-        let suffix = path.extension().and_then(|suffix| suffix.to_str());
-        suffix.is_some_and(|suffix| suffixes.contains(&suffix))
-    };
-    let entries = std::fs::read_dir(path).map_err(|e| EngineError::io(path, e))?;
-    let mut files: Vec<PathBuf> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(has_suffix)
-        .collect();
-    files.sort();
-    Ok(files)
-}
-
-/// Adds a file's name, size and samples.
-fn add_to_fingerprint(hash: &mut Sha256, file: &Path) -> Result<()> {
-    let failed = |e| EngineError::io(file, e);
-    let (mut reader, _) = regular::open(file).map_err(failed)?;
-    let size = reader.metadata().map_err(failed)?.len();
-    hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
-    hash.update(size.to_le_bytes());
-    let (pieces, length) = (16, 1 << 16);
-    for piece in 0..pieces {
-        let at = (size / pieces) * piece;
-        reader.seek(SeekFrom::Start(at)).map_err(failed)?;
-        let mut bytes = Vec::new();
-        (&mut reader).take(length).read_to_end(&mut bytes).map_err(failed)?;
-        hash.update(&bytes);
-    }
-    Ok(())
 }

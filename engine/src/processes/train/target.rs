@@ -1,9 +1,9 @@
 //! The trained parameters of a run: a LoRA, a word, or the model's own weights.
 
 use super::super::context::Context;
+use super::adapter_options::{adapter_config, adapter_type};
 use super::embedding::TrainedEmbedding;
 use super::lr_factors::check_lr_factors_of_network;
-use super::options;
 use crate::adapters::{AdapterFile, AdapterHandle, AdapterNetwork};
 use crate::error::{EngineError, Result};
 use crate::families::{AdapterNames, Model, Part, PartRole, WeightChanges};
@@ -75,7 +75,7 @@ fn trained_parts<'a>(process: &TrainerProcess, model: &'a mut dyn Model) -> Vec<
 /// As [`TrainedParameters::new`], and those of [`check_lr_factors_of_network`].
 pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file: Option<&AdapterFile>) -> Result<()> {
     if let Some(network) = process.network.as_ref().filter(|_| process.embedding.is_none()) {
-        let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
+        let (config, adapter) = (adapter_config(network), adapter_type(network)?);
         let mut parts = trained_parts(process, model);
         AdapterNetwork::check(&*adapter, &config, ranks_file, &mut parts)?;
         check_lr_factors_of_network(&process.train.lr_factors, &*adapter, &config, ranks_file, &mut parts)?;
@@ -100,7 +100,7 @@ impl TrainedParameters {
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
         };
-        let (config, adapter) = (options::adapter_config(network), options::adapter_type(network)?);
+        let (config, adapter) = (adapter_config(network), adapter_type(network)?);
         let mut generator = generator_for(seed, "network", 0, 0);
         let mut trained = trained_parts(process, model);
         let has_no_alpha = trained.iter().any(|part| part.lora_names == AdapterNames::Peft);

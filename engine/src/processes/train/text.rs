@@ -3,7 +3,8 @@
 use super::super::context::Context;
 use super::super::rate::Progress;
 use super::data::TrainingData;
-use super::options::{self, caches_captions};
+use super::fingerprints::text_fingerprint;
+use super::options::caches_captions;
 use super::preservation::Preservation;
 use super::sliders::slider::Slider;
 use super::validation;
@@ -46,7 +47,7 @@ pub(super) fn encode(
     let changes: Vec<_> = lora.iter().cloned().chain(cx.embedding_files(model)?).collect();
     let cache = TextCache::new(TextKey {
         space: text_space(model),
-        encoders: options::text_fingerprint(&path, &cx.part_paths(model)?, &changes)?,
+        encoders: text_fingerprint(&path, &cx.part_paths(model)?, &changes)?,
         dtype: compute.dtype.as_str().to_owned(),
         quantization: quantization.unwrap_or_default(),
     });

@@ -456,7 +456,7 @@ fn captions_of_another_scheduler_are_not_those_of_this_one() {
         let encoders = families::load_text_encoders(model, ArchName::Flux, &LoadOptions::cpu()).unwrap();
         let encoded = encoders.encode_prompts(&[Prompt::new("a red circle")]).unwrap();
         let tokens = encoded.get("context").unwrap().dim(1).unwrap();
-        let fingerprint = super::options::text_fingerprint(model, &PartPaths::default(), &[]).unwrap();
+        let fingerprint = super::fingerprints::text_fingerprint(model, &PartPaths::default(), &[]).unwrap();
         (tokens, fingerprint)
     };
     let [schnell, other, again] = [false, true, false].map(read);
