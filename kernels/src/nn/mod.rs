@@ -7,6 +7,8 @@
 
 mod activation;
 mod adapter;
+#[cfg(test)]
+mod adapter_tests;
 mod attention;
 mod conv1d;
 mod conv2d;
