@@ -112,7 +112,7 @@ pub fn read_with_warnings(
         None if options.script.is_some() => {
             let shown = printable(config);
             return Err(Failure::usage(format!(
-                "--script is for configs of sd-scripts (.toml), and {shown} is none"
+                "--script is for configs of sd-scripts (.toml), and {shown} is not one"
             )));
         }
         None => (load(config, &load_options), Vec::new()),

@@ -19,7 +19,7 @@ struct License {
     other: Option<(&'static str, &'static str)>,
 }
 
-/// The licences of base models, whose terms hold for what is trained on them. Of other models the card names none.
+/// The licences of base models, whose terms hold for what is trained on them. For other models the card names no licence.
 fn license(base: &str) -> Option<License> {
     let known = |id| Some(License { id, other: None });
     let other = |name, link| {

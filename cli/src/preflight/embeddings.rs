@@ -1,5 +1,5 @@
-//! Checks the textual inversions of a job: files that are none, words that the model's text encoders do not fit or know already, and
-//! words that prompts could not tell apart.
+//! Checks the textual inversions of a job: files that are no textual inversions, words that do not fit the model's text encoders or that these
+//! know already, and words that cannot be distinguished in prompts.
 
 use crate::context::env;
 use crate::paths::expand;

@@ -40,7 +40,7 @@ section! {
         is_v_pred: bool = false, Works;
         /// Number format of the arithmetic; trainers use `train.dtype` instead.
         dtype: DType = DType::F16, Works;
-        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; of FLUX.1, Stable Diffusion 3.5 and Z-Image also
+        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; for FLUX.1, Stable Diffusion 3.5 and Z-Image also
         /// one file (`ae.safetensors`).
         vae_path: Option<String> = None, Works, input Vae;
         /// Number format of the VAE.
@@ -51,8 +51,8 @@ section! {
         vae_device: Option<String> = None, Accepted("never had an effect");
         /// No effect, as in ai-toolkit.
         te_device: Option<String> = None, Accepted("never had an effect");
-        /// Text encoders, as a file (`t5xxl_fp16.safetensors`, `qwen_3_4b.safetensors`, GGUF) or a folder: of FLUX.1 T5, of Stable Diffusion 3.5
-        /// one or all of CLIP-L, CLIP-G and T5, of Z-Image Qwen3.
+        /// Text encoders, as a file (`t5xxl_fp16.safetensors`, `qwen_3_4b.safetensors`, GGUF) or a folder: for FLUX.1 T5, for Stable Diffusion
+        /// 3.5 one or all of CLIP-L, CLIP-G and T5, for Z-Image Qwen3.
         te_name_or_path: Option<String> = None, Works, input Model;
         /// FLUX.1, Stable Diffusion 3.5, Z-Image: where the parts come from that the model's own file or folder does not have: text encoders,
         /// tokenizers, VAE and scheduler. A diffusers folder or repository, or a folder with their files.

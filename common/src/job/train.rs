@@ -253,7 +253,7 @@ section! {
         max_cfg_scale: Option<f64> = None, Works, shown "`cfg_scale`";
         /// The guided prediction gets the mean and the standard deviation that this scale would give it.
         cfg_rescale: Option<f64> = None, Works, shown "`cfg_scale`";
-        /// Chance that a prompt is empty, of SDXL for each of its text encoders. Stable Diffusion 1.x, 2.x, SDXL and FLUX.1; without
+        /// Chance that a prompt is empty; for SDXL, for each text encoder by itself. Stable Diffusion 1.x, 2.x, SDXL and FLUX.1; without
         /// `cache_text_embeddings` and `unload_text_encoder`.
         prompt_dropout_prob: f64 = 0.0, Works;
         /// Chance to repeat a caption of fewer than 77 words until it fills the encoder; not in regularisation sets, and not with

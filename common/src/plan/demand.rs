@@ -168,8 +168,8 @@ fn of_conversion(kind: &str) -> Option<Demand> {
     })
 }
 
-/// The micro-batches of a step, with the work of a preservation loss: as much as that of the captions, and a pass without the adapter;
-/// and with that of predictions with which the loss compares. Those of a slider have several passes.
+/// The work of a step, in micro-batches of one forward and one backward pass. A preservation loss adds a micro-batch and a forward pass
+/// without the adapter (a third). Each prediction with which the loss compares adds a forward pass. A slider has several passes.
 fn accumulated(body: &Value) -> f64 {
     let preserved = if preserves(body) { 1.0 + 1.0 / 3.0 } else { 0.0 };
     let compared = f64::from(u8::from(uses_base(body)) + u8::from(flag(body, "/train/do_guidance_loss"))) / 3.0;

@@ -69,7 +69,7 @@ impl Canvas {
         }
     }
 
-    /// Draws a line through all points. Of more than three points in one pixel column only the first, lowest, highest and last are used.
+    /// Draws a line through all points. Where more than three points are in one pixel column, only the first, lowest, highest and last are used.
     pub(super) fn curve(&mut self, points: &[(f64, f64)], width: f64, colour: Rgb) {
         let mut thinned: Vec<(f64, f64)> = Vec::new();
         for column in points.chunk_by(|a, b| a.0.floor() == b.0.floor()) {

@@ -128,7 +128,7 @@ fn numbers(import: &mut Import<'_>, argument: &Argument, count: usize, is_rank: 
     if found.is_none() {
         let what = if is_rank { "whole numbers from 0" } else { "numbers" };
         let is = match items.iter().position(Option::is_none) {
-            Some(place) => format!("number {} is none", place + 1),
+            Some(place) => format!("item {} is not one", place + 1),
             None => format!("found {}", items.len()),
         };
         let message = format!(

@@ -56,7 +56,7 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("conv_alpha", "`network.conv_alpha`"),
     (
         "rank_dropout",
-        "`network.network_kwargs.rank_dropout`; of LyCORIS with algo lora or locon `output_dropout` there",
+        "`network.network_kwargs.rank_dropout`; for LyCORIS with algo lora or locon `output_dropout` there",
     ),
     ("module_dropout", "`network.network_kwargs.module_dropout`"),
     (
@@ -88,7 +88,7 @@ const TRANSLATED: &[(&str, &str)] = &[
         "split_qkv",
         "FLUX.1 and SD3: aitk always trains q, k and v on their own",
     ),
-    ("loraplus_lr_ratio", "LoRA+: `train.lr_factors`; of LyCORIS refused"),
+    ("loraplus_lr_ratio", "LoRA+: `train.lr_factors`; refused for LyCORIS"),
     ("loraplus_unet_lr_ratio", "the same for the U-Net or transformer alone"),
     ("loraplus_text_encoder_lr_ratio", "the same for text encoders alone"),
     (
@@ -100,7 +100,7 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("block_lr_zero_threshold", "weights up to it count as 0"),
     (
         "block_dims",
-        "U-Nets: `network.layer_ranks`: 25 numbers (12 down, 1 middle, 12 up), of SDXL 23 (1, 9, 3, 9, 1); 0: no LoRA",
+        "U-Nets: `network.layer_ranks`: 25 numbers (12 down, 1 middle, 12 up), for SDXL 23 (1, 9, 3, 9, 1); 0: no LoRA",
     ),
     ("block_alphas", "the same, with block_dims or a weight of blocks"),
     ("conv_block_dims", "the same for larger convolutions"),

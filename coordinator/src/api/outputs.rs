@@ -39,7 +39,7 @@ impl JobsApi {
         }
     }
 
-    /// Checks that the config of a job has a training that can make these outputs. Of an array the first member is checked.
+    /// Checks that the config of a job has a training that can make these outputs. For an array the first member is checked.
     async fn check_requested_outputs(&self, id: &JobId, outputs: RequestedOutputs) -> Result<(), Status> {
         let wanted = id.clone();
         let query = move |state: &aitk_scheduler::State, _| state.members(&wanted).into_iter().next();

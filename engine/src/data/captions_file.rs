@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// Leaves out the images that the file does not have, and takes the captions of the others from it.
 ///
 /// # Errors
-/// When the file cannot be read, is none, or has an image that is not in the folder.
+/// When the file cannot be read, is not a file of captions, or has an image that is not in the folder.
 pub(super) fn read_captions_file(path: &Path, tags: &TagRules, listing: &mut ImageListing) -> Result<()> {
     let failed = |what: String| EngineError::bad_input(format!("datasets.captions_file: {}: {what}", path.display()));
     let text = regular::read_text(path, MAX_TEXT_FILE_BYTES).map_err(|error| failed(error.to_string()))?;

@@ -178,7 +178,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     Ok(Outcome::Completed)
 }
 
-/// The folder that a process writes to. Of several processes of one job that write to the same folder, each but the first gets a folder
+/// The folder that a process writes to. Where several processes of one job write to the same folder, each but the first gets a folder
 /// in it, because their results may have the same names.
 fn own_folder(
     process: &Img2ImgProcess,

@@ -167,7 +167,7 @@ impl LearnedSnr {
             };
             *value = number.filter(|number| (*number as f32).is_finite()).ok_or_else(|| {
                 format!(
-                    "expected an object with the numbers {}; `{name}` is none",
+                    "expected an object with the numbers {}; `{name}` is missing or not a finite number",
                     NAMES.join(", ")
                 )
             })?;

@@ -174,7 +174,7 @@ pub fn noisy_latents(
 }
 
 /// Computes the loss of a micro-batch: the mean over each item's latent (weighted by the mask), times the objective's
-/// and the item's weight, then the mean over the items. Of several latent tensors, the mean of their losses. Returns a
+/// and the item's weight, then the mean over the items. For several latent tensors, the mean of their losses. Returns a
 /// float32 scalar with its graph. The options are computed as `calculate_loss` in ai-toolkit's
 /// `extensions_built_in/sd_trainer/SDTrainer.py` (27a03a91) computes them.
 ///

@@ -44,8 +44,8 @@ pub fn paired_strength(guidance: GuidanceType, strength: f64) -> Option<f64> {
     }
 }
 
-/// The noise of the images and of their pairs, whose timesteps are the same. Of `targeted_polarity`, each gets a share of the difference
-/// to the other's latents; of all other types both have the noise that was drawn.
+/// The noise of the images and of their pairs, whose timesteps are the same. With `targeted_polarity`, each gets a share of the difference
+/// to the other's latents; with all other types both have the noise that was drawn.
 ///
 /// # Errors
 /// When shapes do not match.

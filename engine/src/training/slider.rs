@@ -13,7 +13,7 @@ pub struct SliderTarget {
     pub weight: f64,
 }
 
-/// The loss of a pass: `weight * mean(item_weight * (prediction - target)^2)`. Of several latent tensors, the mean of their losses.
+/// The loss of a pass: `weight * mean(item_weight * (prediction - target)^2)`. For several latent tensors, the mean of their losses.
 /// `item_weights`: one for each item. Returns a float32 scalar with its graph.
 ///
 /// # Errors

@@ -215,12 +215,12 @@ fn sum_of(numbers: &[f32]) -> f64 {
 }
 
 /// Replaces a token's logits by `e^(x - largest)`. Returns the largest logit and the sum of the exponentials, whose logarithms add up to that of
-/// the sum of `e^x`. Not a number, if a logit is none or no logit is finite.
+/// the sum of `e^x`. Both are NaN if a logit is NaN or no logit is finite.
 fn exponentials(logits: &mut [f32]) -> (f64, f64) {
     /// Numbers that are copied at a time, because a function does not work in place.
     const BLOCK: usize = 1024;
     let largest = largest_of(logits);
-    // A sum is not a number if one of its terms is none; infinite terms are found by the largest.
+    // A sum is NaN if one of its terms is; infinite terms are found by the largest.
     if !largest.is_finite() || sum_of(logits).is_nan() {
         logits.fill(f32::NAN);
         return (f64::NAN, f64::NAN);

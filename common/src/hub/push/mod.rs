@@ -106,7 +106,7 @@ impl HubWriter {
     /// A writer for `repo` (`ORG/NAME`) on the hub at `endpoint`, with a token that may write.
     ///
     /// # Errors
-    /// When the endpoint is none that may get a token ([`check_endpoint`]), or TLS cannot be set up.
+    /// When the endpoint may not get a token ([`check_endpoint`]), or TLS cannot be set up.
     pub fn new(endpoint: &str, token: &str, repo: &str) -> Result<Self, PushError> {
         check_endpoint(endpoint)?;
         let endpoint = endpoint.trim_end_matches('/').to_owned();

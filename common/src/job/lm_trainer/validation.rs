@@ -7,8 +7,8 @@ use crate::job::schema::{PresentKeys, ReadContext};
 section! {
     /// Held-out documents. Their loss is the metric `val/loss`, its exponential `val/perplexity`.
     pub struct LmValidationConfig("validation") {
-        /// A file or folder of documents, read as a data set of `kind: auto` with the names of columns of the first of `datasets`. Of a data set of
-        /// Hugging Face the validation split, or else the test split.
+        /// A file or folder of documents, read as a data set of `kind: auto` with the names of columns of the first of `datasets`. For a data set
+        /// of Hugging Face, its validation split, or else its test split.
         path: Option<String> = None, Works, input Dataset;
         /// Share of the documents of `datasets` that are held out, chosen by the seed.
         share: Option<f64> = None, Works;

@@ -58,7 +58,7 @@ impl ModelParts {
         found.map(|(_, files)| files)
     }
 
-    /// The folder of the tokenizer of a text encoder. Of CLIP it may be `None`: then it is OpenAI's.
+    /// The folder of the tokenizer of a text encoder. For CLIP it may be `None`: the tokenizer is then OpenAI's.
     #[must_use]
     pub fn tokenizer(&self, part: ModelPart) -> Option<&Path> {
         let found = self.tokenizers.iter().find(|(found, _)| *found == part);

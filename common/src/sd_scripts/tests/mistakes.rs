@@ -95,7 +95,7 @@ fn mistakes_of_training_configs_are_named() {
         ),
         (
             "network_args = [\"block_dims=1,-2,3\"]",
-            "block_dims: expected 25 whole numbers from 0 with commas between them, number 2 is none",
+            "block_dims: expected 25 whole numbers from 0 with commas between them, item 2 is not one",
         ),
         ("dim_from_weights = true", "dim_from_weights: needs network_weights"),
         (

@@ -18,7 +18,7 @@ pub(super) fn splits_captions(process: &TrainerProcess) -> bool {
 
 /// A prompt for each caption. `short`: the short captions, where each encoder has its own caption.
 ///
-/// With `train.prompt_dropout_prob` draws `rand(1)` for each caption, of SDXL then again for each caption of the second encoder:
+/// With `train.prompt_dropout_prob` draws `rand(1)` for each caption, with SDXL then again for each caption of the second encoder:
 /// where the number is not above it, the prompt of the encoder is empty.
 pub(super) fn prompts(
     captions: &[String],

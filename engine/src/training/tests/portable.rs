@@ -17,7 +17,7 @@ const SD1: Tiny = (&sd1::VARIANT, "tiny_sd");
 const SD2: Tiny = (&sd2::VARIANT, "tiny_sd21");
 const SDXL: Tiny = (&sdxl::VARIANT, "tiny_sdxl");
 
-/// Five steps of gradient descent, of a LoRA on all layers of the U-Net, at an odd size.
+/// Five steps of gradient descent for a LoRA on all layers of the U-Net, at an odd size.
 fn five_steps(dtype: DType, checkpointing: Checkpointing) -> Vec<Step> {
     five_steps_of(SD1, dtype, checkpointing)
 }
