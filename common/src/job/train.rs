@@ -156,7 +156,7 @@ section! {
         batch_noise_correction_scale: f64 = 0.1, Works;
         /// Add the difference between the blurred latents and the latents to the noise, times a random number from 0 to 2 per item.
         blended_blur_noise: bool = false, Works;
-        /// Contrast of the images around the mean of their batch, from 0 to 1. Not of regularisation sets, nor where latents are cached.
+        /// Contrast of the images around the mean of their batch, from 0 to 1. Not for regularisation sets, nor where latents are cached.
         img_multiplier: f64 = 1.0, Works;
         /// Scale of the latents.
         latent_multiplier: f64 = 1.0, Works;
@@ -213,7 +213,7 @@ section! {
         target_norm_std: bool = false, Works;
         /// That standard deviation.
         target_norm_std_value: f64 = 1.0, Works;
-        /// Flow models: the target moves further from the image: `noise - latents * (1 + strength * (1 - t))`. Not of batches with masks
+        /// Flow models: the target moves further from the image: `noise - latents * (1 + strength * (1 - t))`. Not for batches with masks
         /// under `inverted_mask_prior`.
         do_signal_amplification: bool = false, Works;
         /// That strength.
@@ -307,7 +307,7 @@ section! {
         /// Weight of that loss.
         inverted_mask_prior_multiplier: f64 = 0.5, Works;
         /// Models that predict the noise: the noise in the target is changed as the prediction would have to be to get the mean and the
-        /// standard deviation of what the model without the adapter predicts, per item and channel. Not of regularisation sets. A step
+        /// standard deviation of what the model without the adapter predicts, per item and channel. Not for regularisation sets. A step
         /// takes 1.3 times as long.
         correct_pred_norm: bool = false, Works;
         /// How far they go there: 1 is all the way.
