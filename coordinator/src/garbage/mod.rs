@@ -199,10 +199,8 @@ impl Collector {
 
     /// Makes the scheduler remove old jobs. Returns how many.
     async fn expire(&self) -> Result<u64, CollectError> {
-        let now = self.clock.now();
-        let before =
-            |kept: Option<Duration>| kept.map(|kept| UnixMillis(now.0.saturating_sub(kept.as_millis() as u64)));
-        let (jobs_before, checkpoints_before) = (before(self.retention.jobs), before(self.retention.checkpoints));
+        let jobs_before = self.retention.jobs.map(|kept| begin_of(kept, &self.clock));
+        let checkpoints_before = self.retention.checkpoints.map(|kept| begin_of(kept, &self.clock));
         let count = move |state: &State, _| state.count_expirable(jobs_before, checkpoints_before);
         let (jobs, checkpoints) = self.scheduler.query(count).await?;
         // In small steps, between which other requests are handled. Jobs that become old meanwhile wait for the next
@@ -225,8 +223,7 @@ impl Collector {
 
     /// Removes old refusals from the audit log: unauthenticated clients can cause many.
     async fn forget_refusals(&self) -> Result<(), CollectError> {
-        let kept = u64::try_from(self.retention.refusals.as_millis()).unwrap_or(u64::MAX);
-        let before = UnixMillis(self.clock.wall_time().0.saturating_sub(kept));
+        let before = begin_of(self.retention.refusals, &self.clock);
         let (mut after, mut lines) = (self.refusals_seen.load(Ordering::Relaxed), 0);
         loop {
             let forgotten = self.store.forget_refusals(after, before).await?;
@@ -302,5 +299,26 @@ impl Collector {
             tracing::warn!(error = %error_chain(&error), "cannot remove the upload entry of a deleted blob");
         }
         Ok(true)
+    }
+}
+
+/// The time before which records are old that are kept for `kept`. By the wall clock, like the times of the records.
+fn begin_of(kept: Duration, clock: &Clock) -> UnixMillis {
+    let kept = u64::try_from(kept.as_millis()).unwrap_or(u64::MAX);
+    UnixMillis(clock.wall_time().0.saturating_sub(kept))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_for_which_the_machine_was_suspended_counts() {
+        let (kept, slept) = (Duration::from_secs(3600), Duration::from_secs(7200));
+        let clock = Clock::after_sleep(slept);
+        let start = clock.now();
+        // A record of the time before the machine was suspended is older than `kept`.
+        assert!(begin_of(kept, &clock) > start);
+        assert_eq!(begin_of(Duration::MAX, &clock), UnixMillis(0));
     }
 }
