@@ -1,7 +1,7 @@
 //! The invariants of the state.
 
 use super::class_fits::device_fit;
-use super::model::{Preemption, QueueState, live_states};
+use super::model::{Job, Preemption, QueueState, live_states};
 use super::queue::StartCondition;
 use super::state::State;
 use super::state::array::Array;
@@ -63,7 +63,7 @@ fn check_jobs(state: &State) -> Result<(), String> {
         if job.order >= state.next_order {
             return fail("its order is not below next_order");
         }
-        if job.state == JobState::Queued && state.explain(job.not_before, job).is_empty() {
+        if job.state == JobState::Queued && state.explain(after_wait(job), job).is_empty() {
             return fail("waits without a reason");
         }
         let known = |id: &JobId| state.jobs.contains_key(id) || state.arrays.contains_key(id);
@@ -79,10 +79,15 @@ fn check_jobs(state: &State) -> Result<(), String> {
     Ok(())
 }
 
+/// A time at which a job waits neither for its start time nor to be tried again.
+fn after_wait(job: &Job) -> UnixMillis {
+    job.not_before.max(job.retry_at.unwrap_or_default())
+}
+
 /// Checks that every waiting job is in the right index of the queue and in no other.
 fn check_queue(state: &State) -> Result<(), String> {
     let mut queue = BTreeMap::new();
-    let mut timed = BTreeSet::new();
+    let (mut timed, mut retries) = (BTreeSet::new(), BTreeSet::new());
     let mut dependents: BTreeMap<JobId, BTreeSet<JobId>> = BTreeMap::new();
     let mut users: BTreeMap<UserName, (usize, u32)> = BTreeMap::new();
     let mut ready = 0;
@@ -101,9 +106,12 @@ fn check_queue(state: &State) -> Result<(), String> {
         for before in &job.after {
             dependents.entry(before.clone()).or_default().insert(id.clone());
         }
-        match (job.queue_state, state.start_condition(job.not_before, job)) {
+        match (job.queue_state, state.start_condition(after_wait(job), job)) {
             (QueueState::Timed(time), _) => {
                 timed.insert((time, id.clone()));
+            }
+            (QueueState::Retry(time), _) => {
+                retries.insert((time, id.clone()));
             }
             (QueueState::Held, StartCondition::Paused | StartCondition::After(_))
             | (QueueState::ArrayLimited, StartCondition::Met) => {}
@@ -136,6 +144,7 @@ fn check_queue(state: &State) -> Result<(), String> {
                 .eq(state.queue.iter().map(|(key, index)| (*key, Some(*index)))),
         ),
         ("index of times", timed == state.timed),
+        ("index of retries", retries == state.retries),
         ("index of dependents", dependents == state.dependents),
         (
             "count of ready jobs",
@@ -338,8 +347,7 @@ fn check_devices(state: &State) -> Result<(), String> {
             }
         }
         if let Some(takeover_by) = &slot.takeover_by {
-            let is_taken_over =
-                |job: &super::model::Job| matches!(job.preemption, Some(Preemption::FasterDevice { .. }));
+            let is_taken_over = |job: &Job| matches!(job.preemption, Some(Preemption::FasterDevice { .. }));
             if !state.jobs.get(takeover_by).is_some_and(is_taken_over) {
                 return Err(format!("{name} is reserved for {takeover_by}, which no takeover moves"));
             }

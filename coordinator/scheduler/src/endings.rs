@@ -370,7 +370,7 @@ impl State {
 
     /// Puts a job back into the queue, to start after `wait`; stops it if its time limit is used up.
     pub(super) fn requeue(&mut self, changes: &mut Changes, id: &JobId, why: String, wait: Duration) {
-        let not_before = self.wall_time(changes.now).after(wait);
+        let (not_before, retry_at) = (changes.wall_time.after(wait), changes.now.after(wait));
         let Some(job) = self.jobs.get_mut(id) else { return };
         if job
             .requirements
@@ -382,6 +382,7 @@ impl State {
             return self.set_state(changes, id, JobState::Stopped, reason);
         }
         job.not_before = not_before;
+        job.retry_at = Some(retry_at);
         self.set_state(changes, id, JobState::Queued, why);
     }
 }

@@ -195,7 +195,11 @@ impl State {
                 let before = self.dependency_job(before);
                 return WaitReason::Dependency { before, condition };
             }
-            StartCondition::NotBefore(time) => return wait_for_time(self.wall_time(now), time, job),
+            StartCondition::NotBefore(time) => {
+                let left = time.since(self.wall_time(now));
+                return WaitReason::StartTime { left };
+            }
+            StartCondition::RetryAt(time) => return wait_for_retry(now, time, job),
             StartCondition::Met => {}
         }
         if let Some((free, reserved)) = self.storage_full {
@@ -439,12 +443,8 @@ impl State {
     }
 }
 
-/// Why a job waits that may not start before `time`.
-fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_> {
-    if job.attempts.is_empty() {
-        let left = time.since(now);
-        return WaitReason::StartTime { left };
-    }
+/// Why a job waits that is tried again at `time`.
+fn wait_for_retry(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_> {
     let (seconds, last) = (seconds_until(now, time), job.reason.as_str());
     if (job.network_outage.is_some() || job.storage_failures > 0) && job.failures == 0 {
         return WaitReason::UncountedRetry { seconds, last };

@@ -125,6 +125,7 @@ impl State {
             progress: None,
             phase: None,
             loss: None,
+            retry_at: None,
             newest_time: changes.wall_time,
             queue_state: QueueState::NotQueued,
         };
@@ -238,7 +239,8 @@ impl State {
                 job.used_millis = 0;
                 // The machine that ran out of memory may be gone, or have more free memory now.
                 job.max_profile = None;
-                job.not_before = changes.now;
+                job.not_before = changes.wall_time;
+                job.retry_at = Some(changes.now);
                 self.set_state(changes, id, JobState::Queued, "resumed".into());
             }
             JobState::Queued if job.paused => {

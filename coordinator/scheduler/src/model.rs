@@ -234,7 +234,8 @@ pub struct Job {
     pub state: JobState,
     /// Why it is in its state, as text. For a waiting job, what the last attempt ended with; empty if there was none.
     pub reason: String,
-    /// It does not start before this time.
+    /// It does not start before this time of the wall clock, which its config names. Once an attempt has started, the time of the next
+    /// try, for records and restarts: [`Self::retry_at`] decides.
     pub not_before: UnixMillis,
     /// Failures since the last committed checkpoint of a further step.
     pub failures: u32,
@@ -301,6 +302,10 @@ pub struct Job {
     /// Volatile: the last reported loss.
     #[serde(skip)]
     pub loss: Option<f64>,
+    /// Volatile: when the next try may start, by the clock of leases, which nobody sets; none: `not_before` decides. A restart derives it
+    /// from `not_before`.
+    #[serde(skip)]
+    pub(crate) retry_at: Option<UnixMillis>,
     /// Volatile: the newest time of the wall clock that was recorded for it.
     #[serde(skip)]
     pub(crate) newest_time: UnixMillis,
@@ -351,6 +356,14 @@ impl Job {
     pub(crate) fn record_time(&mut self, wall_time: UnixMillis) -> UnixMillis {
         self.newest_time = self.newest_time.max(wall_time);
         self.newest_time
+    }
+
+    /// The rest of the wait before the next try, of a stored job that has had attempts. At most the time between the end of the last
+    /// attempt and the next try, which one clock gave, so that it stays short if that clock was set ahead.
+    pub(crate) fn stored_wait(&self, now: UnixMillis) -> Duration {
+        let left = self.not_before.since(now);
+        let ended = self.attempts.last().and_then(|attempt| attempt.ended);
+        ended.map_or(left, |ended| left.min(self.not_before.since(ended)))
     }
 
     /// Optimizer steps done, if the last progress report counts them: other phases count other things.
@@ -536,8 +549,10 @@ pub(crate) enum QueueState {
     Held,
     /// As many members of its array run as may.
     ArrayLimited,
-    /// It waits for this time.
+    /// It waits for this time of the wall clock.
     Timed(UnixMillis),
+    /// It waits for this time of the clock of leases, to be tried again.
+    Retry(UnixMillis),
     /// It waits for a device, in this class.
     Ready(ClassId),
 }

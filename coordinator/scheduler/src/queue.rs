@@ -8,6 +8,7 @@ use crate::model::QueueState;
 use crate::state::user::{User, UserIndex};
 use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// What a waiting job waits for before devices are considered.
@@ -17,8 +18,10 @@ pub(super) enum StartCondition {
     Paused,
     /// It starts after this job or array.
     After(JobId),
-    /// It does not start before this time.
+    /// It does not start before this time of the wall clock.
     NotBefore(UnixMillis),
+    /// It is tried again at this time of the clock of leases.
+    RetryAt(UnixMillis),
     /// It waits for none of these.
     Met,
 }
@@ -46,10 +49,11 @@ impl State {
         {
             return StartCondition::After(before.clone());
         }
-        if job.not_before > self.wall_time(now) {
-            return StartCondition::NotBefore(job.not_before);
+        match job.retry_at {
+            Some(time) if time > now => StartCondition::RetryAt(time),
+            None if job.not_before > self.wall_time(now) => StartCondition::NotBefore(job.not_before),
+            Some(_) | None => StartCondition::Met,
         }
-        StartCondition::Met
     }
 
     /// Puts a waiting job into the index of the queue where it belongs.
@@ -75,6 +79,10 @@ impl State {
             (StartCondition::NotBefore(time), _) => {
                 self.timed.insert((time, id.clone()));
                 QueueState::Timed(time)
+            }
+            (StartCondition::RetryAt(time), _) => {
+                self.retries.insert((time, id.clone()));
+                QueueState::Retry(time)
             }
             (_, Some(needs)) => {
                 let class = self.find_or_create_class(needs);
@@ -121,6 +129,9 @@ impl State {
         match queue_state {
             QueueState::Timed(time) => {
                 self.timed.remove(&(time, id.clone()));
+            }
+            QueueState::Retry(time) => {
+                self.retries.remove(&(time, id.clone()));
             }
             QueueState::Ready(class) => {
                 if let Some(user) = user {
@@ -194,15 +205,16 @@ impl State {
         conditions.any(|(before, condition)| *condition == DependencyCondition::Failed && self.has_completed(before))
     }
 
-    /// Releases the jobs whose start time has come.
+    /// Releases the jobs whose start time, or the time of their next try, has come.
     pub(super) fn release_timed(&mut self, now: UnixMillis) {
-        while let Some((time, id)) = self.timed.first().cloned() {
-            if time > self.wall_time(now) {
-                return;
-            }
+        while let Some((time, id)) = first_due(&self.timed, self.wall_time(now)) {
             self.reevaluate_wait(now, &id);
             // Whatever it waits for now, it does not wait for this time.
             self.timed.remove(&(time, id));
+        }
+        while let Some((time, id)) = first_due(&self.retries, now) {
+            self.reevaluate_wait(now, &id);
+            self.retries.remove(&(time, id));
         }
     }
 
@@ -327,4 +339,9 @@ impl State {
             _ => {}
         }
     }
+}
+
+/// The first of these jobs whose time has come.
+fn first_due(times: &BTreeSet<(UnixMillis, JobId)>, now: UnixMillis) -> Option<(UnixMillis, JobId)> {
+    times.first().filter(|(time, _)| *time <= now).cloned()
 }

@@ -86,7 +86,10 @@ fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
     state.jobs.values().filter(move |job| {
         job.state == JobState::Queued
             && state.start_condition(now, job) == StartCondition::Met
-            && !matches!(job.queue_state, QueueState::Timed(_) | QueueState::ArrayLimited)
+            && !matches!(
+                job.queue_state,
+                QueueState::Timed(_) | QueueState::Retry(_) | QueueState::ArrayLimited
+            )
             && !state.at_quota(&job.requirements.owner)
     })
 }

@@ -75,7 +75,7 @@ pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Job>, BTreeMap<WorkerId
     let mut jobs: BTreeMap<JobId, Job> = state.jobs.iter().map(|(id, job)| (id.clone(), job.clone())).collect();
     for job in jobs.values_mut() {
         (job.live, job.progress, job.phase) = (None, None, None);
-        job.newest_time = UnixMillis(0);
+        (job.retry_at, job.newest_time) = (None, UnixMillis(0));
         job.queue_state = crate::model::QueueState::NotQueued;
     }
     let mut workers: BTreeMap<WorkerId, Worker> = state.workers.clone().into_iter().collect();

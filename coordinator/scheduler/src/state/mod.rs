@@ -38,8 +38,10 @@ pub struct State {
     pub(crate) slots: Slots,
     /// Derived: jobs that wait for a device, by their needs.
     pub(crate) classes: JobClasses,
-    /// Derived: jobs that wait for a time.
+    /// Derived: jobs that wait for a time of the wall clock.
     pub(crate) timed: BTreeSet<(UnixMillis, JobId)>,
+    /// Derived: jobs that wait to be tried again, by the time of events.
+    pub(crate) retries: BTreeSet<(UnixMillis, JobId)>,
     /// Derived: job -> waiting jobs that start after it.
     pub(crate) dependents: BTreeMap<JobId, BTreeSet<JobId>>,
     /// Derived: live jobs with a time limit.
@@ -91,6 +93,7 @@ impl State {
             slots: Slots::default(),
             classes: JobClasses::default(),
             timed: BTreeSet::new(),
+            retries: BTreeSet::new(),
             dependents: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             preemptible: BTreeSet::new(),
@@ -122,6 +125,9 @@ impl State {
             state.next_order = state.next_order.max(job.order.saturating_add(1));
             let id = job.id.clone();
             let (queued, live) = (job.state == JobState::Queued, job.live_attempt().is_some());
+            // A job that never started waits for the time that its config names.
+            let is_retry = queued && job.started.is_some();
+            job.retry_at = is_retry.then(|| now.after(job.stored_wait(now)));
             state.jobs.insert(Arc::new(job));
             state.index_job(&id);
             if queued {
@@ -244,7 +250,7 @@ impl State {
         self.wall_clock_ahead = ahead;
     }
 
-    /// The wall-clock time at `now`, for the times before which jobs do not start, because users give them, and for times that are
+    /// The wall-clock time at `now`, for the times before which jobs do not start that users give, and for times that are
     /// stored and shown.
     pub(crate) fn wall_time(&self, now: UnixMillis) -> UnixMillis {
         now.after(self.wall_clock_ahead)

@@ -1,6 +1,7 @@
 //! Tests of the queue's rules: fair share, quotas, dependencies, start times, pauses, drains, preemption, and failures by cause.
 
 use super::*;
+use crate::RestoredJob;
 use aitk_common::id::UserName;
 
 impl World {
@@ -233,6 +234,35 @@ fn start_times_are_those_of_the_wall_clock() {
     assert_eq!(world.running(), Vec::<String>::new());
     world.pass(2);
     assert_eq!(world.running(), ["j1"]);
+}
+
+/// Before, a retry waited until the wall clock came to the time that it had shown while it was set ahead.
+#[test]
+fn a_retry_waits_no_longer_after_the_wall_clock_was_set_ahead() {
+    for restart in [false, true] {
+        let mut world = World::new();
+        let session = world.gpus("w1", 1);
+        world.state.set_wall_clock_ahead(Duration::from_secs(36_000));
+        world.submit("j1", retries(3));
+        world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
+        world.state.set_wall_clock_ahead(Duration::ZERO);
+        if restart {
+            let job = world.state.job(&JobId::new("j1")).unwrap();
+            let stored = RestoredJob {
+                job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
+                cursor: job.cursor,
+                seq: 0,
+            };
+            world.state = State::restore(settings(), world.now, vec![stored], Vec::new());
+            world.gpus("w1", 1);
+        }
+        world.step(Event::Tick);
+        assert_eq!(world.running(), Vec::<String>::new());
+        let reason = world.reason("j1");
+        assert!(reason.starts_with("tried again in 1 s; before: "), "{reason}");
+        world.pass(2);
+        assert_eq!(world.running(), ["j1"]);
+    }
 }
 
 /// Before, the times of a job lagged by the time for which the coordinator's machine had been suspended.
