@@ -306,7 +306,7 @@ pub struct Job {
     /// from `not_before`.
     #[serde(skip)]
     pub(crate) retry_at: Option<UnixMillis>,
-    /// Volatile: the newest time of the wall clock that was recorded for it.
+    /// Derived: the newest time of the wall clock that was recorded for it.
     #[serde(skip)]
     pub(crate) newest_time: UnixMillis,
     /// Derived: the index of the queue that it is in.
@@ -356,6 +356,15 @@ impl Job {
     pub(crate) fn record_time(&mut self, wall_time: UnixMillis) -> UnixMillis {
         self.newest_time = self.newest_time.max(wall_time);
         self.newest_time
+    }
+
+    /// The newest time in the stored job. Later events of its log may have later ones.
+    pub(crate) fn newest_stored_time(&self) -> UnixMillis {
+        let attempts = self.attempts.iter().flat_map(|one| [Some(one.created), one.ended]);
+        let all = [Some(self.created), self.started, self.ended]
+            .into_iter()
+            .chain(attempts);
+        all.flatten().max().unwrap_or_default()
     }
 
     /// The rest of the wait before the next try, of a stored job that has had attempts. At most the time between the end of the last

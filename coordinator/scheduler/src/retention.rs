@@ -35,6 +35,7 @@ impl Job {
             return false;
         }
         let message = "the coordinator was restored from a backup";
+        let now = now.max(self.newest_stored_time());
         if let Some(live) = self.attempts.last_mut().filter(|attempt| attempt.state.is_live()) {
             live.state = AttemptState::Lost;
             live.ended = Some(now);

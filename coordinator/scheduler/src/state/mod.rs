@@ -122,6 +122,7 @@ impl State {
         for RestoredJob { mut job, cursor, seq } in jobs {
             job.cursor = cursor;
             job.live = None;
+            job.newest_time = job.newest_stored_time();
             state.next_order = state.next_order.max(job.order.saturating_add(1));
             let id = job.id.clone();
             let (queued, live) = (job.state == JobState::Queued, job.live_attempt().is_some());

@@ -46,6 +46,16 @@ impl World {
         assert!(self.last.iter().any(good), "{:?}", self.last);
     }
 
+    /// Restores the jobs as a coordinator does that starts again. No worker is known.
+    fn restart(&mut self) {
+        let jobs = self.state.jobs.values().map(|job| RestoredJob {
+            job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
+            cursor: job.cursor,
+            seq: 0,
+        });
+        self.state = State::restore(settings(), self.now, jobs.collect(), Vec::new());
+    }
+
     fn gpus(&mut self, name: &str, count: u32) -> SessionId {
         let devices = (0..count).map(|index| device(DeviceKind::Cuda, index)).collect();
         self.worker(name, devices, Vec::new())
@@ -247,13 +257,7 @@ fn a_retry_waits_no_longer_after_the_wall_clock_was_set_ahead() {
         world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
         world.state.set_wall_clock_ahead(Duration::ZERO);
         if restart {
-            let job = world.state.job(&JobId::new("j1")).unwrap();
-            let stored = RestoredJob {
-                job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
-                cursor: job.cursor,
-                seq: 0,
-            };
-            world.state = State::restore(settings(), world.now, vec![stored], Vec::new());
+            world.restart();
             world.gpus("w1", 1);
         }
         world.step(Event::Tick);
@@ -301,8 +305,9 @@ fn recorded_times_are_those_of_the_wall_clock_and_time_limits_are_not() {
     assert_eq!(world.view("j1").attempts[0].ended, Some(failed_at));
     assert_eq!(world.state.job(&JobId::new("j1")).unwrap().used_millis, 4000);
 
-    // The wall clock is set back: the times of this job do not go back.
+    // The wall clock is set back, and the coordinator starts again: the times of this job do not go back.
     world.state.set_wall_clock_ahead(Duration::ZERO);
+    world.restart();
     world.stop("j1", true).unwrap();
     assert_eq!(world.view("j1").ended, Some(failed_at));
     world.submit("j2", retries(0));
