@@ -114,6 +114,15 @@ impl State {
         };
         for worker in state.workers.values_mut() {
             worker.last_seen = worker.registered;
+            // If the clock was set ahead when the quarantine began, it would be that much longer.
+            let longest = now.after(state.settings.quarantine);
+            for until in worker
+                .health
+                .iter_mut()
+                .filter_map(|one| one.quarantined_until.as_mut())
+            {
+                *until = longest.min(*until);
+            }
             for speed in &worker.speeds {
                 state.speeds.restore(speed);
             }
@@ -151,12 +160,14 @@ impl State {
         let Some(attempt) = job.live_attempt().cloned() else {
             return;
         };
+        // If the clock was set ahead when the attempt began, its time limit would be that much longer.
+        let since = attempt.created.min(now);
         let deadline = job.requirements.time_limit.map(|limit| {
             let left = Duration::from_millis(limit.saturating_sub(job.used_millis));
-            attempt.created.after(left)
+            since.after(left)
         });
         job.live = Some(LiveAttempt {
-            since: attempt.created,
+            since,
             lease_until: now.after(self.settings.lease),
             seq,
             deadline,

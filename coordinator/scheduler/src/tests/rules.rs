@@ -46,14 +46,17 @@ impl World {
         assert!(self.last.iter().any(good), "{:?}", self.last);
     }
 
-    /// Restores the jobs as a coordinator does that starts again. No worker is known.
+    /// Restores the jobs and workers as a coordinator does that starts again.
     fn restart(&mut self) {
         let jobs = self.state.jobs.values().map(|job| RestoredJob {
             job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
             cursor: job.cursor,
             seq: 0,
         });
-        self.state = State::restore(settings(), self.now, jobs.collect(), Vec::new());
+        let workers = self.state.workers.values();
+        let workers = workers.map(|worker| serde_json::from_str(&serde_json::to_string(worker).unwrap()).unwrap());
+        self.state = State::restore(settings(), self.now, jobs.collect(), workers.collect());
+        check(&self.state).unwrap();
     }
 
     fn gpus(&mut self, name: &str, count: u32) -> SessionId {
@@ -267,6 +270,35 @@ fn a_retry_waits_no_longer_after_the_wall_clock_was_set_ahead() {
         world.pass(2);
         assert_eq!(world.running(), ["j1"]);
     }
+}
+
+/// Before, a time limit and a quarantine were longer by as much as the clock had been ahead before a restart.
+#[test]
+fn a_clock_that_was_ahead_before_a_restart_lengthens_nothing() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 2);
+    let limited = Requirements {
+        time_limit: Some(10_000),
+        ..retries(3)
+    };
+    world.submit("j1", limited);
+    world.submit("j2", retries(3));
+    world.finish(session, &held("j2", 1), failed(FailureCause::DeviceStuck));
+    world.now = UnixMillis(1000);
+    world.restart();
+    let devices = vec![device(DeviceKind::Cuda, 0), device(DeviceKind::Cuda, 1)];
+    let session = world.worker("w1", devices, vec![held("j1", 1)]);
+    let quarantined = |world: &World| world.state.worker_views(|_| true)[0].devices[1].quarantined;
+    for seconds in [5, 4] {
+        world.pass(seconds);
+        world.heartbeat(session, &[held("j1", 1)]);
+    }
+    assert_eq!(world.state("j1"), JobState::Running);
+    world.pass(1);
+    assert_eq!(world.state("j1"), JobState::Stopping);
+    assert!(quarantined(&world));
+    world.pass(50);
+    assert!(!quarantined(&world));
 }
 
 /// Before, the times of a job lagged by the time for which the coordinator's machine had been suspended.
