@@ -18,6 +18,7 @@ use aitk_proto::v1;
 use futures::future::join_all;
 use serde_json::{Value, json};
 use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Number of jobs that `ps` shows people by default.
@@ -160,12 +161,14 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
     let ended = {
         let _spinner = ui.has_bars().then(|| ui.spinner(&waiting_for(&jobs)));
         let limit = args.timeout.unwrap_or(Duration::from_secs(u64::from(u32::MAX)));
+        let (count, active) = (jobs.len(), AtomicUsize::new(jobs.len()));
         let all = join_all(jobs.into_iter().map(|job| {
-            let (api, ui, notify) = (&api, &ui, &notify);
+            let (api, ui, notify, active) = (&api, &ui, &notify, &active);
             async move {
                 // The time limit is not for the notification: it comes after the end of the job.
                 let ended = tokio::time::timeout(limit, wait_until_ended(api, ui, job)).await;
                 if let Ok(Ok(ended)) = &ended {
+                    active.fetch_sub(1, Ordering::Relaxed);
                     notify.job_ended(ui, ended).await;
                 }
                 ended
@@ -174,7 +177,7 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
         tokio::select! {
             ended = all => ended.into_iter().collect::<Result<Vec<_>, _>>(),
             _ = tokio::signal::ctrl_c() => {
-                ui.notice("no longer waiting; the jobs continue");
+                ui.notice(&interrupted_notice(count, active.load(Ordering::Relaxed)));
                 return Ok(Exit::Interrupted);
             }
         }
@@ -196,6 +199,18 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
         ui.failure(&failure);
     }
     Ok(exit)
+}
+
+/// What Ctrl-C leaves behind. `active`: how many of the jobs have not ended.
+fn interrupted_notice(jobs: usize, active: usize) -> String {
+    match active {
+        0 => "all jobs have ended; a notification may not have been sent".to_owned(),
+        active if active == jobs => "no longer waiting; the jobs continue".to_owned(),
+        active => format!(
+            "no longer waiting; {} of {jobs} jobs have ended, the others continue",
+            jobs.saturating_sub(active)
+        ),
+    }
 }
 
 /// The exit code of the first job that did not complete, or could not be waited for.
@@ -446,6 +461,14 @@ mod tests {
         ] {
             assert_eq!(wait_exit(&results), exit);
         }
+    }
+
+    #[test]
+    fn ctrl_c_says_which_jobs_continue() {
+        assert_eq!(interrupted_notice(2, 2), "no longer waiting; the jobs continue");
+        let some = interrupted_notice(3, 1);
+        assert_eq!(some, "no longer waiting; 2 of 3 jobs have ended, the others continue");
+        assert!(interrupted_notice(2, 0).starts_with("all jobs have ended; "));
     }
 
     #[test]
