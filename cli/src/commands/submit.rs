@@ -11,7 +11,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogTarget, Renderer, follow_to_end};
 use crate::members::{is_array, watch_array};
 use crate::notify::Notify;
-use crate::output::format::{printable, size};
+use crate::output::format::{printable, shell_word, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::preflight::{self, Checked};
@@ -102,6 +102,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         .unzip();
     let specs = jobs.iter().map(|job| &job.loaded.spec);
     let prompts = specs.filter_map(|spec| longest_prompt(spec, &context.directory));
+    let key = args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
     let submission = Submission {
         config_text: first.loaded.text.clone(),
         config_format: first.loaded.format.name().to_owned(),
@@ -111,7 +112,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             .map(|staged| (staged.config_path.clone(), staged.snapshot))
             .collect(),
         local: false,
-        idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
+        idempotency_key: Some(key.clone()),
         owner,
         parameter_counts: shared_value(&all_counts),
         images: shared_value(&counts),
@@ -123,7 +124,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             let submission = submission.clone();
             async move { api.submit(submission).await }
         })
-        .await?
+        .await
     } else {
         let members: Vec<NewMember> = jobs
             .iter()
@@ -139,8 +140,9 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             let (shared, name, members) = (submission.clone(), name.clone(), members.clone());
             async move { api.submit_array(shared, name, members, at_most).await }
         })
-        .await?
+        .await
     };
+    let submitted = submitted.map_err(|failure| with_key_hint(failure, &key))?;
     trace.submitted(&submitted.job);
     if submitted.existed {
         ui.notice("a job was submitted with this key before; its id is printed");
@@ -549,13 +551,29 @@ where
     F: Future<Output = Result<SubmissionReceipt, Failure>>,
 {
     // A signal does not end the program any more, because it was listened for during the upload.
-    tokio::select! {
+    let submitted = tokio::select! {
         submitted = Box::pin(try_to_submit(api, ui, submit)) => submitted,
-        _ = tokio::signal::ctrl_c() => Err(Failure::new(
-            Exit::Interrupted,
-            "interrupted; the coordinator may have got the job",
-        )
-        .hint("`aitk ps` lists the job if it was submitted")),
+        _ = tokio::signal::ctrl_c() => Err(Failure::new(Exit::Interrupted, "interrupted")),
+    };
+    submitted.map_err(|failure| match is_outcome_unknown(&failure) {
+        true => failure.hint("the coordinator may have got the job: `aitk ps` lists it if it was submitted"),
+        false => failure,
+    })
+}
+
+/// Whether the job may have been submitted although the call failed: no answer arrived.
+fn is_outcome_unknown(failure: &Failure) -> bool {
+    matches!(failure.exit, Exit::Unreachable | Exit::Interrupted)
+}
+
+/// Says how to submit again after a failure that may have left a job behind: with another key there would be two jobs.
+fn with_key_hint(failure: Failure, key: &str) -> Failure {
+    match is_outcome_unknown(&failure) {
+        true => failure.hint(format!(
+            "to submit it again without getting a second job, add this to the same command: --idempotency-key {}",
+            shell_word(key)
+        )),
+        false => failure,
     }
 }
 
@@ -580,6 +598,20 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lost_answer_names_the_key_of_the_submission() {
+        for (exit, named) in [
+            (Exit::Unreachable, true),
+            (Exit::Interrupted, true),
+            (Exit::Conflict, false),
+            (Exit::Failed, false),
+        ] {
+            let failure = with_key_hint(Failure::new(exit, "lost"), "a b");
+            let text = failure.render(false);
+            assert_eq!(text.contains("--idempotency-key 'a b'"), named, "{exit:?}: {text}");
+        }
+    }
 
     #[test]
     fn the_flag_replaces_the_placeholder_or_the_whole_name() {
