@@ -293,8 +293,9 @@ async fn upload_file(
 /// Announces a file to the coordinator.
 ///
 /// # Errors
-/// If the coordinator does not accept it after [`ANNOUNCEMENT_TRIES`], for example because it cannot see the bytes in storage: a job must not
-/// count as complete without its results. Another attempt makes them again.
+/// If the coordinator does not accept it after [`ANNOUNCEMENT_TRIES`]: a job must not count as complete without its results. Another attempt
+/// makes them again. That counts as a failure if the coordinator refuses the file, for example because this worker stores its files where
+/// the coordinator does not find them: the job would otherwise be tried again for ever.
 async fn announce(reporter: &Reporter, artifact: Artifact, first_delay: Duration) -> Result<(), Outcome> {
     let name = artifact.name.clone();
     let request = || Request::ArtifactReady(artifact.clone());
@@ -302,8 +303,12 @@ async fn announce(reporter: &Reporter, artifact: Artifact, first_delay: Duration
     if answer.accepted {
         return Ok(());
     }
+    let cause = match answer.is_temporary {
+        true => FailureCause::Storage,
+        false => FailureCause::Machine,
+    };
     Err(Outcome::Failed {
-        cause: FailureCause::Storage,
+        cause,
         message: format!("the file {name} was not accepted: {}", answer.message),
     })
 }
@@ -416,8 +421,8 @@ mod tests {
         }
     }
 
-    /// Announces a file to a coordinator that refuses it this many times. The result, and how many announcements there were.
-    async fn announced(refusals: u32) -> (Result<(), Outcome>, u32) {
+    /// Announces a file to a coordinator that does not accept it this many times. The result, and how many announcements there were.
+    async fn announced(refusals: u32, is_temporary: bool) -> (Result<(), Outcome>, u32) {
         let held = AttemptRef {
             attempt: AttemptId::new("j1-0-1"),
             epoch: Epoch(1),
@@ -428,8 +433,12 @@ mod tests {
             let mut count = 0;
             while let Some(FromAttempt::Request { reply, .. }) = requests.recv().await {
                 count += 1;
-                let (accepted, message) = (count > refusals, "storage took too long".to_owned());
-                reply.send(Answer { accepted, message }).unwrap();
+                let answer = Answer {
+                    accepted: count > refusals,
+                    is_temporary,
+                    message: "storage took too long".to_owned(),
+                };
+                reply.send(answer).unwrap();
             }
             count
         };
@@ -444,14 +453,16 @@ mod tests {
 
     #[tokio::test]
     async fn a_file_that_is_refused_for_a_time_is_announced_again() {
-        assert!(matches!(announced(2).await, (Ok(()), 3)));
-        let (refused, count) = announced(u32::MAX).await;
-        assert_eq!(count, ANNOUNCEMENT_TRIES);
-        let Err(Outcome::Failed { cause, message }) = refused else {
-            panic!("a file that is never accepted ends the attempt");
-        };
-        assert_eq!(cause, FailureCause::Storage);
-        assert_eq!(message, "the file a was not accepted: storage took too long");
+        assert!(matches!(announced(2, true).await, (Ok(()), 3)));
+        for (is_temporary, expected) in [(true, FailureCause::Storage), (false, FailureCause::Machine)] {
+            let (refused, count) = announced(u32::MAX, is_temporary).await;
+            assert_eq!(count, ANNOUNCEMENT_TRIES);
+            let Err(Outcome::Failed { cause, message }) = refused else {
+                panic!("a file that is never accepted ends the attempt");
+            };
+            assert_eq!(cause, expected);
+            assert_eq!(message, "the file a was not accepted: storage took too long");
+        }
     }
 
     #[tokio::test]

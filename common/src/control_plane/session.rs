@@ -171,8 +171,11 @@ pub enum Verdict {
     Accepted,
     /// The attempt's epoch is out of date; the worker must end it.
     Fenced,
-    /// The request is refused; the attempt continues.
+    /// The request is refused: repeating it does not help. The attempt continues.
     Refused,
+    /// The coordinator cannot decide now, because its storage or its database does not answer. The same request may be accepted later.
+    /// The attempt continues.
+    Unavailable,
 }
 
 /// A message from the coordinator to a worker.

@@ -368,8 +368,7 @@ impl Session<'_> {
             match self.pin_reference(reference).await {
                 // For an attempt that is not current, the scheduler answers. It never becomes current again.
                 Err(_) if !self.is_current(held).await? => self.shared.scheduler.event(event).await?,
-                Err(message) => {
-                    let verdict = Verdict::Refused;
+                Err((verdict, message)) => {
                     self.send_to_worker(ToWorker::Answer {
                         request,
                         verdict,
@@ -394,16 +393,19 @@ impl Session<'_> {
         Ok(self.shared.scheduler.query(query).await?)
     }
 
-    /// Pins a reference and checks that all its blobs are in storage; otherwise returns the reason for the refusal.
-    async fn pin_reference(&self, reference: BlobReference) -> Result<Vec<PinGuard>, String> {
+    /// Pins a reference and checks that all its blobs are in storage; otherwise returns the answer to the request.
+    async fn pin_reference(&self, reference: BlobReference) -> Result<Vec<PinGuard>, (Verdict, String)> {
         let checking = async {
             let visible = self.shared.blob_access.referable_blobs(&self.who).await?;
             let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
             Ok::<_, BlobAccessError>(pin_and_check(pins, blobs, reference, &visible).await)
         };
         let checked = tokio::time::timeout(STORAGE_CHECK_TIMEOUT, checking).await;
-        let absent = |hash| format!("blob {hash} is not in storage; upload it first");
-        let message = match checked {
+        let absent = |hash| {
+            let message = format!("blob {hash} is not in storage; upload it first");
+            (Verdict::Refused, message)
+        };
+        let (verdict, message) = match checked {
             Ok(Ok(Ok(held))) => return Ok(held),
             Ok(Ok(Err(UnusableReference::Storage(StorageError::NotFound { hash })))) => absent(hash),
             Ok(Ok(Err(UnusableReference::NotVisible(hash)))) => {
@@ -415,18 +417,63 @@ impl Session<'_> {
                 absent(hash)
             }
             Ok(Ok(Err(UnusableReference::Storage(error)))) => {
-                format!(
+                let message = format!(
                     "cannot check whether {reference} is in storage: {}",
                     error_chain(&error)
-                )
+                );
+                (verdict_of(&error), message)
             }
-            Ok(Err(error)) => format!(
-                "cannot find out whether this worker may use {reference}: {}",
-                error_chain(&error)
+            Ok(Err(error)) => {
+                let message = format!(
+                    "cannot find out whether this worker may use {reference}: {}",
+                    error_chain(&error)
+                );
+                (Verdict::Unavailable, message)
+            }
+            Err(_) => (
+                Verdict::Unavailable,
+                format!("storage took too long to check {reference}"),
             ),
-            Err(_) => format!("storage took too long to check {reference}"),
         };
-        tracing::warn!(session = self.id.0, message, "refused a request");
-        Err(message)
+        tracing::warn!(session = self.id.0, message, "did not accept a request");
+        Err((verdict, message))
+    }
+}
+
+/// The verdict on a request whose blobs could not be read: refused for good if a blob itself is wrong.
+fn verdict_of(error: &StorageError) -> Verdict {
+    match error {
+        StorageError::NotFound { .. }
+        | StorageError::Corrupt { .. }
+        | StorageError::TooLarge { .. }
+        | StorageError::Malformed { .. }
+        | StorageError::Name(_) => Verdict::Refused,
+        StorageError::Unavailable { .. }
+        | StorageError::Denied { .. }
+        | StorageError::Address { .. }
+        | StorageError::Local(_)
+        | StorageError::Unsupported { .. }
+        | StorageError::Full { .. }
+        | StorageError::Failed { .. } => Verdict::Unavailable,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_wrong_blob_is_refused_for_good() {
+        let malformed = StorageError::Malformed {
+            what: "a manifest".into(),
+            message: "no JSON".into(),
+        };
+        assert_eq!(verdict_of(&malformed), Verdict::Refused);
+        let unavailable = StorageError::Unavailable {
+            what: "read a blob",
+            after: Duration::from_secs(60),
+            message: "connection refused".into(),
+        };
+        assert_eq!(verdict_of(&unavailable), Verdict::Unavailable);
     }
 }

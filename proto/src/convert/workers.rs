@@ -467,6 +467,7 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
                     Ok(v1::Verdict::Accepted) => Verdict::Accepted,
                     Ok(v1::Verdict::Fenced) => Verdict::Fenced,
                     Ok(v1::Verdict::Refused) => Verdict::Refused,
+                    Ok(v1::Verdict::Unavailable) => Verdict::Unavailable,
                     Ok(v1::Verdict::Unspecified) | Err(_) => {
                         return Err(ConvertError::new("answer.verdict", "not set, or unknown"));
                     }
@@ -535,6 +536,7 @@ impl From<ToWorker> for v1::CoordinatorMessage {
                     Verdict::Accepted => v1::Verdict::Accepted,
                     Verdict::Fenced => v1::Verdict::Fenced,
                     Verdict::Refused => v1::Verdict::Refused,
+                    Verdict::Unavailable => v1::Verdict::Unavailable,
                 };
                 Wire::Answer(v1::Answer {
                     request_id: request,

@@ -460,6 +460,7 @@ impl Session {
             }
             let _ = reply.send(Answer {
                 accepted: verdict == Verdict::Accepted,
+                is_temporary: verdict == Verdict::Unavailable,
                 message,
             });
         }

@@ -24,6 +24,8 @@ pub(crate) enum FromAttempt {
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) accepted: bool,
+    /// Not accepted because the coordinator cannot decide now: the same request may be accepted later.
+    pub(crate) is_temporary: bool,
     pub(crate) message: String,
 }
 
