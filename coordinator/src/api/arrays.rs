@@ -14,7 +14,7 @@ use aitk_common::id::{JobId, UserName};
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_proto::v1;
+use aitk_proto::{STORAGE_HEADER, v1};
 use aitk_scheduler::{Event, NewArray, NewJob, Payload, Reply, State};
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -313,9 +313,9 @@ impl JobsApi {
         }
         let submitted = submit().await;
         let taken = matches!(&submitted, Ok(Reply::Submitted(submitted)) if !submitted.existed);
-        // Without an answer the outcome is unknown; the next start removes unused configs.
-        let answered = !matches!(&submitted, Err(status) if status.code() == Code::Unavailable);
-        if !taken && answered && !texts.is_empty() {
+        // The next start removes unused configs.
+        let is_unknown = submitted.as_ref().is_err_and(is_outcome_unknown);
+        if !taken && !is_unknown && !texts.is_empty() {
             let ids: Vec<String> = texts.into_iter().map(|body| body.id).collect();
             if let Err(error) = self.0.store.forget_payloads(&ids).await {
                 tracing::warn!(error = %error_chain(&error), "cannot remove the configs of refused jobs; they stay until the next start");
@@ -362,6 +362,12 @@ impl JobsApi {
     }
 }
 
+/// Whether the jobs of a failed submission may still be accepted: there was no answer, or the database was full, so that they are stored
+/// when there is room.
+fn is_outcome_unknown(status: &Status) -> bool {
+    status.code() == Code::Unavailable || status.metadata().contains_key(STORAGE_HEADER)
+}
+
 /// Returns the folder for a member's files: its name if that is a valid folder name, else its index.
 fn folder(name: &str, index: u32) -> String {
     let plain = !name.contains(['/', '\\', ':']) && !name.chars().any(char::is_control) && name != "." && name != "..";
@@ -376,4 +382,19 @@ fn demand_of_part(mut demand: Demand, images: u64, of: u64) -> Demand {
 
 fn member_id(array: &JobId, index: usize) -> JobId {
     JobId::new(format!("{array}-{index}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_scheduler::Refusal;
+
+    #[test]
+    fn the_configs_of_jobs_that_a_full_database_delays_are_kept() {
+        let full = refusal_status(&Refusal::DatabaseFull("not stored yet".into()));
+        let limit = refusal_status(&Refusal::LimitExceeded("too many jobs".into()));
+        assert_eq!(full.code(), limit.code());
+        assert!(is_outcome_unknown(&full) && !is_outcome_unknown(&limit));
+        assert!(is_outcome_unknown(&Status::unavailable("it shuts down")));
+    }
 }
