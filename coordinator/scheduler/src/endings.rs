@@ -77,13 +77,9 @@ impl State {
                 };
                 match requeue_reason {
                     Some(reason) => self.requeue(changes, id, reason, Duration::ZERO),
-                    None if time_limit_reached => {
-                        let reason =
-                            format!("its time limit is over: {saved}; `aitk resume` gives it as much time again");
-                        self.set_state(changes, id, JobState::Stopped, reason);
-                    }
                     None if stopping => {
-                        self.set_state(changes, id, JobState::Stopped, format!("stopped on request: {saved}"));
+                        let reason = stopped_message(time_limit_reached, &saved);
+                        self.set_state(changes, id, JobState::Stopped, reason);
                     }
                     // Nothing asked it to stop. This counts as a failure, so that it cannot repeat for ever.
                     None => self.retry(
@@ -110,7 +106,8 @@ impl State {
                     _ => {}
                 }
                 if stopping {
-                    let reason = format!("stopped on request: {saved}; its attempt ended with: {message}");
+                    let reason = stopped_message(time_limit_reached, &saved);
+                    let reason = format!("{reason}; its attempt ended with: {message}");
                     self.set_state(changes, id, JobState::Stopped, reason);
                 } else if cause == FailureCause::OutOfMemory {
                     self.out_of_memory(changes, id, &location, message);
@@ -188,7 +185,7 @@ impl State {
         };
         let session = self.workers.get(&attempt.worker).and_then(|worker| worker.session);
         let message = format!("lost on {}: {why}", attempt.worker_name);
-        let stopping = job.state == JobState::Stopping;
+        let (stopping, time_limit_reached) = (job.state == JobState::Stopping, job.time_limit_reached);
         let saved = saved_work_message(job, None, job.optimizer_steps());
         self.end_attempt(changes, id, AttemptState::Lost, message.clone());
         if let Some(session) = session {
@@ -199,7 +196,10 @@ impl State {
                 changes,
                 id,
                 JobState::Stopped,
-                format!("stopped on request: {saved}; its attempt was {message}"),
+                format!(
+                    "{}; its attempt was {message}",
+                    stopped_message(time_limit_reached, &saved)
+                ),
             );
         } else {
             self.retry(changes, id, message, count);
@@ -384,6 +384,14 @@ impl State {
         job.not_before = not_before;
         job.retry_at = Some(retry_at);
         self.set_state(changes, id, JobState::Queued, why);
+    }
+}
+
+/// Why a job that was stopping has stopped, as text.
+fn stopped_message(time_limit_reached: bool, saved: &str) -> String {
+    match time_limit_reached {
+        true => format!("its time limit is over: {saved}; `aitk resume` gives it as much time again"),
+        false => format!("stopped on request: {saved}"),
     }
 }
 

@@ -384,6 +384,17 @@ fn a_job_saves_and_stops_at_its_time_limit() {
     world.resume("j1").unwrap();
     world.pass(5);
     assert_eq!(world.state("j1"), JobState::Running);
+    // Its worker is gone when the time is over again. Before, the job was said to be stopped on request.
+    world.heartbeat(session, &[held("j1", 3)]);
+    world.pass(5);
+    assert_eq!(world.state("j1"), JobState::Stopping);
+    world.pass(2);
+    assert_eq!(world.state("j1"), JobState::Stopped);
+    let reason = world.reason("j1");
+    assert!(
+        reason.starts_with("its time limit is over: ") && reason.contains("lost on w1"),
+        "{reason}"
+    );
 }
 
 #[test]
