@@ -19,6 +19,8 @@ const PAGE_SIZE: u32 = 50;
 pub(super) const WIRE_BUFFER: usize = 16;
 /// A follower that reads nothing for this time is disconnected.
 const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Delay before the store is read again for events that the scheduler has and the store does not.
+const BEHIND_DELAY: Duration = Duration::from_millis(500);
 
 type Follower = mpsc::Sender<v1::JobEvent>;
 /// The events that a follower gets, and the error with which they end.
@@ -62,6 +64,10 @@ async fn send_within(follower: &Follower, event: JobEvent, limit: Duration) -> R
     }
 }
 
+fn shutdown_status() -> Status {
+    Status::unavailable("the coordinator shuts down; follow again from the last cursor")
+}
+
 /// Sends stored events, then live events, without gaps or repetitions. Ends when the job has ended.
 pub(super) async fn stream_events(
     shared: &Shared,
@@ -74,7 +80,9 @@ pub(super) async fn stream_events(
     // Subscribe before reading: an event in between is then received twice and dropped by its cursor.
     let mut live = shared.scheduler.follow(job);
     let mut progress_sent = false;
+    let mut is_behind = false;
     loop {
+        let before = cursor;
         loop {
             let page = shared
                 .store
@@ -111,8 +119,17 @@ pub(super) async fn stream_events(
             send(follower, event).await?;
         }
         if newest > cursor {
+            // An event came in between. Twice in a row without one in the store: the database is full, and the scheduler is ahead of it.
+            if std::mem::replace(&mut is_behind, cursor == before) && is_behind {
+                tokio::select! {
+                    () = tokio::time::sleep(BEHIND_DELAY) => {}
+                    () = follower.closed() => return Ok(()),
+                    () = wait_for_shutdown(&mut stopping) => return Err(shutdown_status()),
+                }
+            }
             continue;
         }
+        is_behind = false;
         if ended || !follow {
             return Ok(());
         }
@@ -120,9 +137,7 @@ pub(super) async fn stream_events(
             let event = tokio::select! {
                 event = live.recv() => event,
                 () = follower.closed() => return Ok(()),
-                () = wait_for_shutdown(&mut stopping) => {
-                    return Err(Status::unavailable("the coordinator shuts down; follow again from the last cursor"));
-                }
+                () = wait_for_shutdown(&mut stopping) => return Err(shutdown_status()),
             };
             let event = match event {
                 Ok(event) => event,
