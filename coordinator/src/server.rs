@@ -38,6 +38,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
 
@@ -91,6 +92,23 @@ pub(crate) async fn start_leading(
     local: &LocalResources,
     store: SqlStore,
 ) -> Result<CoordinatorHandle, StartError> {
+    let store = Arc::new(store.with_events_kept(config.retention.events));
+    // From now on: loading many jobs may take longer than the lease, and two coordinators would take over from one another for ever.
+    let lease_task = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
+    let renewal = lease_task.abort_handle();
+    let started = Box::pin(start_tasks(config, local, store, lease_task)).await;
+    if started.is_err() {
+        renewal.abort();
+    }
+    started
+}
+
+async fn start_tasks(
+    config: Config,
+    local: &LocalResources,
+    store: Arc<SqlStore>,
+    lease_task: JoinHandle<StoreError>,
+) -> Result<CoordinatorHandle, StartError> {
     let mut server = server_builder();
     let LocalResources {
         data_dir,
@@ -107,7 +125,7 @@ pub(crate) async fn start_leading(
     if removed > 0 {
         tracing::info!(count = removed, "removed configs of jobs that were never accepted");
     }
-    let store: Arc<dyn Store> = Arc::new(store.with_events_kept(config.retention.events));
+    let store: Arc<dyn Store> = store;
     let loaded = store.load().await?;
     tracing::info!(
         jobs = loaded.jobs.len(),
@@ -236,7 +254,6 @@ pub(crate) async fn start_leading(
         }
     };
     let scheduler_task = tokio::spawn(scheduler_task.run());
-    let lease_task = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
     Ok(CoordinatorHandle {
         addr,
