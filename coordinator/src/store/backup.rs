@@ -209,7 +209,7 @@ impl SqlStore {
                 time: now,
                 attempt: None,
                 body: EventBody::State {
-                    paused: false,
+                    paused: job.paused && !job.state.is_ended(),
                     state: job.state,
                     reason: job.reason.clone(),
                 },

@@ -8,6 +8,7 @@ use aitk_common::id::{AttemptId, JobId, WorkerId};
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_scheduler::{Effect, Event, Job, NewJob, Payload, Record, Requirements, SessionId, Settings, State, Ticket};
 use std::collections::{BTreeMap, HashSet};
+use std::io::Cursor;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -122,6 +123,28 @@ pub(super) fn artifact(name: &str, index: Option<u64>, content: &str) -> Artifac
         index,
         local_path: None,
     }
+}
+
+/// Before, the log of such a job said that it waited without being paused.
+#[tokio::test]
+async fn a_paused_job_is_shown_as_paused_after_a_restore() {
+    let folder = tempfile::tempdir().unwrap();
+    let open = async |name: &str| SqlStore::sqlite(&folder.path().join(name)).await.unwrap();
+    let (store, restored) = (open("a.db").await, open("b.db").await);
+    let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
+    commit(&store, &submit(&mut state, "ja")).await;
+    let (ticket, job) = (Ticket(2), "ja".to_owned());
+    let paused = records(&mut state, 2000, Event::PauseRequested { ticket, job });
+    commit(&store, &paused).await;
+    let mut file = Cursor::new(Vec::new());
+    store.backup(&mut file).await.unwrap();
+    file.set_position(0);
+    restored.restore(&mut file, UnixMillis(3000)).await.unwrap();
+    let events = restored.events(&JobId::new("ja"), 0, 100).await.unwrap();
+    let last = &events.last().unwrap().body;
+    assert!(matches!(last, EventBody::State { paused: true, .. }), "{last:?}");
+    store.close().await;
+    restored.close().await;
 }
 
 /// Jobs, workers and payloads are loaded as a scheduler stored them.
