@@ -7,13 +7,13 @@ use super::model::{ClassId, Job, SlotId};
 use super::queue::QueuePosition;
 use super::state::State;
 use super::state::classes::{FittingProfile, JobClass};
-use super::state::user_queue::UserQueue;
+use super::state::user::UserIndex;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::{AttemptState, UnixMillis};
 use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 
 /// The device that was chosen for a job, and how the job runs there.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -258,7 +258,7 @@ impl State {
 
     /// The running job to preempt for a class that is blocked: the one whose level starts last, and of those the one that started
     /// last. Its device must take a job of the class when the victim has left. None: there is no such job, or as many jobs are
-    /// being preempted for the class as it has waiting jobs whose level starts before the victim's.
+    /// being preempted for the class as it has waiting jobs whose level starts before the victim's and whose users' quotas let them start.
     fn preemption_victim(&self, class_id: ClassId, position: QueuePosition) -> Option<JobId> {
         if self.preemptible.is_empty() {
             return None;
@@ -276,12 +276,14 @@ impl State {
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };
         let (level, _, victim) = self.preemptible.iter().filter_map(candidate).max()?;
-        let entitled: usize = class
-            .waiting
-            .range(..level)
-            .flat_map(|(_, users)| users.values())
-            .map(UserQueue::len)
-            .sum();
+        let mut waiting: BTreeMap<UserIndex, usize> = BTreeMap::new();
+        for (user, queue) in class.waiting.range(..level).flat_map(|(_, users)| users) {
+            *waiting.entry(*user).or_default() += queue.len();
+        }
+        let entitled = waiting
+            .into_iter()
+            .map(|(user, count)| count.min(self.devices_left(user)))
+            .fold(0, usize::saturating_add);
         (class.preempted.len() < entitled).then_some(victim)
     }
 }

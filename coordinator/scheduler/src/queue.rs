@@ -250,6 +250,15 @@ impl State {
         self.settings.quotas.of(owner).is_some_and(|quota| running >= quota)
     }
 
+    /// How many more devices a user's quota lets its jobs hold.
+    pub(super) fn devices_left(&self, user: UserIndex) -> usize {
+        let Some((owner, user)) = self.users.get_index(user) else {
+            return 0;
+        };
+        let quota = self.settings.quotas.of(owner);
+        quota.map_or(usize::MAX, |quota| quota.saturating_sub(user.running) as usize)
+    }
+
     /// Counts one more running job of a user.
     pub(super) fn count_started(&mut self, owner: &UserName) {
         match self.users.get_mut(owner) {

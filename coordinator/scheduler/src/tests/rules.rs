@@ -593,6 +593,29 @@ fn no_more_jobs_are_preempted_than_needed() {
     assert_eq!(world.running(), ["g1", "t1", "t2"]);
 }
 
+/// Before, a job was also preempted for each waiting job that its user's quota keeps from starting.
+#[test]
+fn no_jobs_are_preempted_for_those_above_a_quota() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 3);
+    let users = &mut world.state.settings.quotas.users;
+    users.insert(UserName::new("ada"), 1);
+    for id in ["t1", "t2", "t3"] {
+        world.submit(id, yielding());
+    }
+    for id in ["a1", "a2", "a3"] {
+        world.submit(id, of("ada"));
+    }
+    let preempted = |world: &World| {
+        let preempted = world.state.jobs.values().filter(|job| job.preemption.is_some());
+        preempted.map(|job| job.id.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(preempted(&world), ["t3"]);
+    world.finish(session, &held("t3", 1), Outcome::stopped());
+    assert_eq!(world.running(), ["a1", "t1", "t2"]);
+    assert_eq!(preempted(&world), Vec::<String>::new());
+}
+
 #[test]
 fn out_of_memory_is_retried_once_with_a_smaller_profile() {
     let mut world = World::new();
