@@ -2,8 +2,10 @@
 
 use super::jobs::JobsApi;
 use super::new_job::new_job;
+use super::shared::run_to_end;
 use super::status::{refusal_status, store_status};
 use crate::access::Identity;
+use crate::garbage::PinGuard;
 use crate::job_size_limit;
 use crate::store::AuditLine;
 use crate::store::JobText;
@@ -15,9 +17,8 @@ use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{STORAGE_HEADER, v1};
-use aitk_scheduler::{Event, NewArray, NewJob, Payload, Reply, State};
+use aitk_scheduler::{Event, NewArray, NewJob, Payload, Reply, State, Ticket};
 use std::collections::BTreeMap;
-use std::future::Future;
 use std::sync::Arc;
 use tonic::{Code, Status};
 
@@ -123,7 +124,7 @@ impl JobsApi {
         self.check_limits(who, &owner, shared.idempotency_key.as_ref(), (count, bytes + own))
             .await?;
         shared.owner = Some(owner);
-        let _pin_guard = self.pin_inputs(who, &shared).await?;
+        let pins = self.pin_inputs(who, &shared).await?;
 
         let id = fresh_job_id();
         let idempotency_key = shared.idempotency_key.take().map(|key| who.idempotency_key(&key));
@@ -146,7 +147,7 @@ impl JobsApi {
             idempotency_key,
             members,
         };
-        self.submit_new_array(who, array).await
+        self.submit_new_array(who, array, pins).await
     }
 
     /// Runs `work` on a submission of this size. Large submissions run on a blocking thread, a limited number at once.
@@ -262,7 +263,13 @@ impl JobsApi {
         }))
     }
 
-    pub(super) async fn submit_new_array(&self, who: &Identity, array: NewArray) -> Result<SubmissionReceipt, Status> {
+    /// Submits an array whose inputs are pinned.
+    pub(super) async fn submit_new_array(
+        &self,
+        who: &Identity,
+        array: NewArray,
+        pins: Vec<PinGuard>,
+    ) -> Result<SubmissionReceipt, Status> {
         let key = array.idempotency_key.clone();
         if let Some(earlier) = self
             .0
@@ -279,25 +286,38 @@ impl JobsApi {
             .iter()
             .map(|job| (job.id.clone(), job.payload.clone()))
             .collect();
-        let submitted = self.store_then_submit(job_configs, || {
-            self.submit_event(Box::new(line), |ticket| Event::ArraySubmitted {
-                ticket,
-                array: Box::new(array),
-            })
-        });
-        submitted.await
+        self.submit_to_end(pins, job_configs, line, |ticket| Event::ArraySubmitted {
+            ticket,
+            array: Box::new(array),
+        })
+        .await
+    }
+
+    /// [`Self::store_then_submit`] on a task of its own: if it ended when its client disconnects, the configs that it has stored would
+    /// stay until the next start, and count for no user. The pins keep the inputs until the jobs are stored.
+    pub(super) async fn submit_to_end(
+        &self,
+        pins: Vec<PinGuard>,
+        job_configs: Vec<(JobId, Arc<Payload>)>,
+        line: AuditLine,
+        event: impl FnOnce(Ticket) -> Event + Send + 'static,
+    ) -> Result<SubmissionReceipt, Status> {
+        let api = self.clone();
+        run_to_end(async move {
+            let _pins = pins;
+            api.store_then_submit(job_configs, line, event).await
+        })
+        .await
     }
 
     /// Stores the configs of jobs in small transactions, then submits the jobs, so that the scheduler's own
     /// transaction stays small. If the submission is refused, the configs are removed again.
-    pub(super) async fn store_then_submit<F>(
+    async fn store_then_submit(
         &self,
         job_configs: Vec<(JobId, Arc<Payload>)>,
-        submit: impl FnOnce() -> F,
-    ) -> Result<SubmissionReceipt, Status>
-    where
-        F: Future<Output = Result<Reply, Status>>,
-    {
+        line: AuditLine,
+        event: impl FnOnce(Ticket) -> Event,
+    ) -> Result<SubmissionReceipt, Status> {
         let mut texts: Vec<JobText> = job_configs
             .first()
             .and_then(|(_, first)| JobText::shared(first))
@@ -311,7 +331,7 @@ impl JobsApi {
             let written = self.0.store.write_job_texts(&texts).await;
             written.map_err(|error| store_status(&error))?;
         }
-        let submitted = submit().await;
+        let submitted = self.submit_event(Box::new(line), event).await;
         let taken = matches!(&submitted, Ok(Reply::Submitted(submitted)) if !submitted.existed);
         // The next start removes unused configs.
         let is_unknown = submitted.as_ref().is_err_and(is_outcome_unknown);

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
 use tonic::{Request, Response, Status};
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct JobsApi(pub(super) Shared);
 
 impl JobsApi {
@@ -150,11 +150,11 @@ impl Jobs for JobsApi {
         let read = self.parse_submission(submission, shared + own, parse_submission).await;
         let (parsed, submission) = read.map_err(|status| self.audit_refused_job(&who, status))?;
         let parsed = ParsedSubmission { trace, ..parsed };
-        let _pin_guard = self.pin_inputs(&who, &submission).await?;
+        let pins = self.pin_inputs(&who, &submission).await?;
         if let Some(split) = parsed.split
             && let Some(array) = self.split_job(&who, &parsed, split, &submission).await?
         {
-            return Ok(Response::new(self.submit_new_array(&who, array).await?.into()));
+            return Ok(Response::new(self.submit_new_array(&who, array, pins).await?.into()));
         }
         let id = fresh_job_id();
         let large = shared + own > job_size_limit::SMALL;
@@ -172,11 +172,9 @@ impl Jobs for JobsApi {
         let mut line = who.audit_line(self.0.clock.wall_time(), "job.submit", id.as_str());
         line.detail = AuditLine::quote(&job.name);
         let job_configs = vec![(id, job.payload.clone())];
-        let submitted = self.store_then_submit(job_configs, || {
-            self.submit_event(Box::new(line), |ticket| Event::JobSubmitted {
-                ticket,
-                job: Box::new(job),
-            })
+        let submitted = self.submit_to_end(pins, job_configs, line, |ticket| Event::JobSubmitted {
+            ticket,
+            job: Box::new(job),
         });
         Ok(Response::new(submitted.await?.into()))
     }
