@@ -220,6 +220,10 @@ impl State {
         if !can_never_start {
             self.record_met_dependencies(changes, id);
         }
+        // Without the wait it would resume from an older checkpoint than the one that its worker sends.
+        let offered_until = self.offers.get(id).map(|offer| offer.until.max(changes.now));
+        let start = offered_until.unwrap_or(changes.now);
+        let not_before = changes.wall_time.after(start.since(changes.now));
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
@@ -239,13 +243,15 @@ impl State {
                 job.used_millis = 0;
                 // The machine that ran out of memory may be gone, or have more free memory now.
                 job.max_profile = None;
-                job.not_before = changes.wall_time;
-                job.retry_at = Some(changes.now);
+                (job.not_before, job.retry_at) = (not_before, Some(start));
                 self.set_state(changes, id, JobState::Queued, "resumed".into());
             }
             JobState::Queued if job.paused => {
                 job.paused = false;
                 job.max_profile = None;
+                if offered_until.is_some() {
+                    (job.not_before, job.retry_at) = (not_before, Some(start));
+                }
                 self.set_state(changes, id, JobState::Queued, "resumed".into());
             }
             JobState::Running if job.paused => {

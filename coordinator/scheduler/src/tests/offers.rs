@@ -183,3 +183,23 @@ fn a_restarted_worker_uploads_its_checkpoint_even_for_a_stopped_job() {
     assert_eq!((view.state, view.checkpoint_step), (JobState::Stopped, Some(9)));
     assert!(world.assigned().is_empty());
 }
+
+/// Before, a job that was resumed meanwhile started at once from the older checkpoint, or said that it waits and did not.
+#[test]
+fn a_resumed_job_waits_for_a_checkpoint_that_is_on_its_way() {
+    for paused in [false, true] {
+        let mut world = with_lost_worker();
+        if paused {
+            let (ticket, job) = (Ticket(5), "ja".to_owned());
+            world.step(Event::PauseRequested { ticket, job });
+        } else {
+            world.stop("ja", false).unwrap();
+        }
+        let (session, wanted) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
+        assert_eq!(wanted, [AttemptId::new("ja-1")]);
+        world.resume("ja").unwrap();
+        assert!(world.assigned().is_empty(), "not from step 3");
+        assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Accepted);
+        assert_eq!(world.assigned(), [(session, held("ja", 2))]);
+    }
+}
