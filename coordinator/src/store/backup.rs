@@ -4,9 +4,9 @@
 //! The first line names the format, then follows one line per row, and the last line has the number of rows and the
 //! SHA-256 of all bytes before it: a truncated or changed backup is refused.
 
-use super::connection::SqlTransaction;
+use super::connection::{Row, SqlTransaction};
 use super::error::StoreError;
-use super::sql::SqlStore;
+use super::sql::{JOBS_PER_PAGE, SqlStore};
 use super::tables::{Cell, TABLES};
 use aitk_common::control_plane::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -191,14 +191,27 @@ impl SqlStore {
 
     /// Skips epochs and cursors of all jobs that can still run.
     async fn fence_jobs(&self, transaction: &mut SqlTransaction, now: UnixMillis) -> Result<(), StoreError> {
-        let rows = transaction
-            .rows(
-                "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
-                &[],
-            )
-            .await
-            .map_err(|e| self.store_error(e))?;
-        for row in rows {
+        let mut after = String::new();
+        loop {
+            let page = self.jobs_after(transaction, &after).await?;
+            let is_last = (page.len() as u64) < JOBS_PER_PAGE;
+            if let Some(last) = page.last() {
+                last.text(0).clone_into(&mut after);
+            }
+            self.fence_page(transaction, page, now).await?;
+            if is_last {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn fence_page(
+        &self,
+        transaction: &mut SqlTransaction,
+        page: Vec<Row>,
+        now: UnixMillis,
+    ) -> Result<(), StoreError> {
+        for row in page {
             let id = row.text(0);
             let mut job: Job = self.parse("job", id, row.text(1))?;
             if !job.fence_after_restore(now) {

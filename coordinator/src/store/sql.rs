@@ -23,6 +23,9 @@ use std::time::{Duration, Instant};
 /// write the same.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 
+/// Jobs read at once. Between two pages they are parsed; a transaction of PostgreSQL that is idle for five seconds is ended.
+pub(super) const JOBS_PER_PAGE: u64 = 1000;
+
 /// A store in an SQL database: [`Self::sqlite`] or [`Self::postgres`].
 #[derive(Debug)]
 pub struct SqlStore {
@@ -148,16 +151,41 @@ impl SqlStore {
         transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
-    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<RestoredJob>, StoreError> {
-        let jobs = transaction
+    /// Returns the jobs after an id, in the order of their ids: id, record and newest cursor of each; fewer than [`JOBS_PER_PAGE`] at the
+    /// end.
+    pub(super) async fn jobs_after(&self, transaction: &mut SqlTransaction, id: &str) -> Result<Vec<Row>, StoreError> {
+        transaction
             .rows(
-                "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
-                &[],
+                "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs \
+                 WHERE id > $1 ORDER BY id LIMIT $2",
+                &[id.into(), JOBS_PER_PAGE.into()],
             )
             .await
-            .map_err(|e| self.store_error(e))?;
-        let mut restored = Vec::with_capacity(jobs.len());
-        for row in jobs {
+            .map_err(|e| self.store_error(e))
+    }
+
+    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<RestoredJob>, StoreError> {
+        let (mut restored, mut after) = (Vec::new(), String::new());
+        loop {
+            let page = self.jobs_after(transaction, &after).await?;
+            let is_last = (page.len() as u64) < JOBS_PER_PAGE;
+            if let Some(last) = page.last() {
+                last.text(0).clone_into(&mut after);
+            }
+            self.restore_page(transaction, page, &mut restored).await?;
+            if is_last {
+                return Ok(restored);
+            }
+        }
+    }
+
+    async fn restore_page(
+        &self,
+        transaction: &mut SqlTransaction,
+        page: Vec<Row>,
+        restored: &mut Vec<RestoredJob>,
+    ) -> Result<(), StoreError> {
+        for row in page {
             let id = row.text(0);
             let job: Job = self.parse("job", id, row.text(1))?;
             let seq = match job.live_attempt() {
@@ -178,7 +206,7 @@ impl SqlStore {
                 job,
             });
         }
-        Ok(restored)
+        Ok(())
     }
 }
 

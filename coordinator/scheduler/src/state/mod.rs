@@ -146,6 +146,8 @@ impl State {
                 state.restore_live(now, &id, seq);
             }
         }
+        // In queue order: an array with a limit admits the members that come first.
+        waiting.sort_by_key(|id| state.jobs.get(id).map(Job::queue_key));
         for id in &waiting {
             state.enqueue(now, id);
         }

@@ -59,6 +59,25 @@ impl World {
     }
 }
 
+/// Before, those members went first which the store returned first.
+#[test]
+fn after_a_restart_members_start_in_the_order_of_submission() {
+    let mut world = World::new();
+    world.plain("ja", 4, Some(2));
+    let jobs = world.state.jobs.values().map(|job| RestoredJob {
+        job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
+        cursor: job.cursor,
+        seq: 0,
+    });
+    let mut jobs: Vec<RestoredJob> = jobs.collect();
+    jobs.reverse();
+    world.state = State::restore(settings(), world.now, jobs, Vec::new());
+    let session = world.cpu("w1");
+    assert_eq!(world.assigned(), [(session, held("ja-0", 1))]);
+    world.finish(session, &held("ja-0", 1), Outcome::Completed);
+    assert_eq!(world.assigned(), [(session, held("ja-1", 1))]);
+}
+
 fn members(id: &str, count: u32) -> Vec<NewJob> {
     (0..count)
         .map(|index| new_job(&format!("{id}-{index}"), retries(0)))
