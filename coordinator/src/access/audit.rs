@@ -92,11 +92,11 @@ fn append_unwritten(path: &Path, lines: &[AuditLine]) -> io::Result<()> {
 /// Stores the lines that an earlier run, or an earlier term as leader, could not store. A line that is already stored
 /// is not duplicated.
 pub(super) async fn store_unwritten(store: &dyn Store, path: &Path) -> Result<(), StoreError> {
-    let Ok(text) = std::fs::read_to_string(path) else {
+    let Ok(bytes) = std::fs::read(path) else {
         return Ok(());
     };
-    // An incomplete line, left by a crash, is skipped.
-    let lines: Vec<AuditLine> = text
+    // An incomplete line, left by a crash, is skipped. It may end in the middle of a character.
+    let lines: Vec<AuditLine> = String::from_utf8_lossy(&bytes)
         .lines()
         .filter_map(|line| serde_json::from_str(line).ok())
         .collect();
@@ -142,9 +142,9 @@ mod tests {
         };
         append_unwritten(&path, &[line("a")]).unwrap();
         append_unwritten(&path, &[line("b")]).unwrap();
-        // A crash in the middle of a line.
+        // A crash in the middle of a line, and of a character.
         let mut file = File::options().append(true).open(&path).unwrap();
-        file.write_all(b"{\"id\":\"c").unwrap();
+        file.write_all(b"{\"id\":\"c\xc3").unwrap();
         store_unwritten(&store, &path).await.unwrap();
         let ids = |lines: Vec<(u64, AuditLine)>| lines.into_iter().map(|(_, line)| line.id).collect::<Vec<_>>();
         assert_eq!(ids(store.audit(0, 10).await.unwrap()), ["a", "b"]);
