@@ -63,6 +63,9 @@ section! {
         dora_wd: bool = false, Works;
         /// With `dora_wd`: a magnitude for each output of a layer; false: for each input.
         wd_on_out: bool = true, Works;
+        /// A trained number multiplies the change of each layer; it starts at 0, so that no matrix does, as LyCORIS' `use_scalar` (ours). For
+        /// `lokr` and `loha`; `locon` has it always.
+        use_scalar: bool = false, Works;
         /// Also train differences of the norms, as `all_layers`, with LyCORIS' names in files: `….w_norm` and `….b_norm` (ours).
         train_norm: bool = false, Works;
         /// `type: lokr` without `lokr_full_rank`: the first matrix is a product of two matrices, too, where twice the rank is below its larger
@@ -261,6 +264,7 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     check_rank_stabilised(network, cx);
     check_weight_decomposition(network, cx);
     check_lokr_splits(network, cx);
+    check_scalar(network, cx);
     check_layer_ranks(network, cx);
     check_ranks_of_file(network, cx);
     if network.kind == NetworkType::Lokr {
@@ -376,6 +380,26 @@ fn check_lokr_splits(network: &NetworkConfig, cx: &mut ReadContext) {
     if kwargs.decompose_both && network.kind == NetworkType::Lokr && network.lokr_full_rank {
         let message = "has no effect with `lokr_full_rank: true`, which splits no matrix";
         cx.warn_at("network_kwargs.decompose_both", message);
+    }
+}
+
+fn check_scalar(network: &NetworkConfig, cx: &mut ReadContext) {
+    use NetworkType::{Locon, Loha, Lokr, Lycoris};
+    if !network.network_kwargs.use_scalar {
+        return;
+    }
+    let key = "network_kwargs.use_scalar";
+    if !matches!(network.kind, Lokr | Loha | Locon | Lycoris) {
+        let message = format!(
+            "is for `type: lokr` and `loha`, and not for `type: {}`: remove it; `type: locon` is a LoRA of U-Nets with such a number",
+            network.kind
+        );
+        cx.error_at(key, message);
+    } else if matches!(network.kind, Lokr | Loha) && network.scale_weight_norms.is_some() {
+        cx.error_at(
+            "scale_weight_norms",
+            "cannot be used together with `network_kwargs.use_scalar`: remove one of them",
+        );
     }
 }
 

@@ -86,6 +86,28 @@ fn matrices_are_split_of_a_lokr_alone() {
 }
 
 #[test]
+fn a_number_that_multiplies_the_change_is_for_types_without_one() {
+    let on = "network_kwargs: {use_scalar: true}";
+    for kind in ["lokr", "loha", "locon"] {
+        assert_eq!(problem(kind, on), None, "{kind}");
+    }
+    for kind in ["lora", "dora", "fullrank"] {
+        let found = problem(kind, on).unwrap();
+        assert!(
+            found.contains("network_kwargs.use_scalar: is for `type: lokr` and `loha`"),
+            "{found}"
+        );
+    }
+    for kind in ["lokr", "loha"] {
+        let found = problem(kind, &format!("scale_weight_norms: 1, {on}")).unwrap();
+        assert!(
+            found.contains("network.scale_weight_norms: cannot be used together with"),
+            "{found}"
+        );
+    }
+}
+
+#[test]
 fn ranks_of_layers_need_a_network_with_ranks() {
     let ranks = "layer_ranks: [{contains: attn1, linear: 0, conv_alpha: 2}]";
     let file = "ranks_of_pretrained_lora: true, pretrained_lora_path: a.safetensors";

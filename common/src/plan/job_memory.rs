@@ -275,6 +275,7 @@ impl<'a> Job<'a> {
                 is_full || conv_rank.is_some(),
             ),
             tucker: flag(network, "/network_kwargs/use_cp"),
+            scalar: flag(network, "/network_kwargs/use_scalar"),
             magnitudes: flag(network, "/network_kwargs/dora_wd").then(|| {
                 match network.pointer("/network_kwargs/wd_on_out").and_then(Value::as_bool) {
                     Some(false) => MagnitudeSide::Inputs,

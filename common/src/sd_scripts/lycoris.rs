@@ -79,12 +79,6 @@ pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64,
             return;
         }
     };
-    if scalar && kind != "locon" {
-        import.error(
-            "network_args",
-            format!("use_scalar: aitk's {kind} has no trained scalar"),
-        );
-    }
     let preset = arguments
         .get("preset")
         .map_or("full", |argument| argument.text.as_str());
@@ -202,6 +196,9 @@ pub(super) fn lycoris_kwargs(import: &mut Import<'_>, arguments: &Arguments, net
         {
             kwargs.insert("smaller_factor_first".into(), json!(true));
         }
+    }
+    if arguments.is_on("use_scalar") && network.get("type") != Some(&json!("locon")) {
+        kwargs.insert("use_scalar".into(), json!(true));
     }
     if arguments.is_on("train_norm") {
         kwargs.insert("train_norm".into(), json!(true));

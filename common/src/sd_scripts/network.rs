@@ -95,9 +95,9 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     }
     if let Some(max) = settings.number("scale_weight_norms").filter(|max| *max != 0.0) {
         network.insert("scale_weight_norms".into(), number(max));
-        if network.get("type") == Some(&json!("locon")) {
-            let message =
-                "aitk limits the norms of a LoRA, LoKr or LoHa, and not of a LoCon with use_scalar: remove one of them";
+        let has_scalar = network.get("type") == Some(&json!("locon")) || kwargs.contains_key("use_scalar");
+        if has_scalar {
+            let message = "aitk limits the norms of a LoRA, LoKr or LoHa, and not of a network with use_scalar: remove one of them";
             import.error("scale_weight_norms", message);
         }
     }

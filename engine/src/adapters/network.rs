@@ -39,6 +39,8 @@ pub struct AdapterConfig {
     pub tucker: bool,
     /// The scale is alpha / sqrt(rank) in place of alpha / rank (LyCORIS' `rs_lora`).
     pub rank_stabilised: bool,
+    /// A trained number multiplies the change of each LoKr and LoHa (LyCORIS' `use_scalar`).
+    pub scalar: bool,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,
     /// Layers whose name contains one of these strings are not targets. Takes precedence over `only_if_contains`.
@@ -74,6 +76,7 @@ impl Default for AdapterConfig {
             dropout: Dropout::default(),
             tucker: false,
             rank_stabilised: false,
+            scalar: false,
             only_if_contains: Vec::new(),
             ignore_if_contains: Vec::new(),
             full_if_contains: Vec::new(),
@@ -374,6 +377,7 @@ impl<'a> NewTargets<'a> {
             dropout: self.config.dropout,
             tucker: self.config.tucker,
             rank_stabilised: self.config.rank_stabilised,
+            scalar: self.config.scalar,
             handle: &self.handle,
         };
         Ok(Some(adapter.create(new, generator)?))
@@ -398,6 +402,7 @@ impl<'a> NewTargets<'a> {
             dropout: self.config.dropout,
             tucker: self.config.tucker,
             rank_stabilised: self.config.rank_stabilised,
+            scalar: self.config.scalar,
             handle: &self.handle,
         })?;
         Ok(Some(Arc::new(match self.config.lycoris_norms {

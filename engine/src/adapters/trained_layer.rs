@@ -8,7 +8,7 @@ use crate::families::{AdapterNames, PartRole};
 use crate::nn::ChangeForm;
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -63,6 +63,8 @@ pub struct NewLayer<'a> {
     pub tucker: bool,
     /// Whether the alpha is that of a scale alpha / sqrt(rank), so that it is times sqrt(rank).
     pub rank_stabilised: bool,
+    /// Whether a trained number multiplies the change of a LoKr or LoHa. It starts at zero, so that no matrix does.
+    pub scalar: bool,
     pub(super) handle: &'a Arc<AdapterHandle>,
 }
 
@@ -73,6 +75,12 @@ impl NewLayer<'_> {
             [_, _, height, width] if self.tucker && height * width > 1 => Some([*height, *width]),
             _ => None,
         }
+    }
+
+    /// The number that multiplies the change, if it has one: zero.
+    pub(super) fn new_scalar(&self) -> Result<Option<Var>> {
+        let zero = || Var::from_tensor(&Tensor::zeros((), DType::F32, self.device)?);
+        self.scalar.then(zero).transpose()
     }
 
     /// A variable with these numbers on the device of the layer.

@@ -32,6 +32,7 @@ fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropo
         dropout,
         tucker: false,
         rank_stabilised: false,
+        scalar: false,
         handle: &handle,
     };
     let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -116,6 +117,7 @@ fn decomposed_weights_are_trained_as_by_lycoris() {
                 dropout,
                 tucker: false,
                 rank_stabilised: false,
+                scalar: false,
                 handle: &handle,
             };
             adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
@@ -222,6 +224,7 @@ fn decomposed_weights_are_trained_as_by_lycoris() {
                     dropout: Dropout::default(),
                     tucker: false,
                     rank_stabilised: false,
+                    scalar: false,
                     handle: &handle,
                 };
                 adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
@@ -269,6 +272,7 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
                     dropout: Dropout::default(),
                     tucker: false,
                     rank_stabilised: false,
+                    scalar: false,
                     handle: &handle,
                 };
                 let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -424,6 +428,7 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
                 dropout,
                 tucker: false,
                 rank_stabilised: false,
+                scalar: false,
                 handle: &handle,
             };
             let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
@@ -521,6 +526,7 @@ fn trained_decompositions_have_the_gradients_of_torch() {
                 dropout: Dropout::default(),
                 tucker,
                 rank_stabilised: false,
+                scalar: false,
                 handle: &handle,
             };
             adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
@@ -578,6 +584,99 @@ fn trained_decompositions_have_the_gradients_of_torch() {
     }
 }
 
+/// LyCORIS' `use_scalar`: the number is zero at first, has the gradient of a factor of the change, and is saved in a matrix.
+#[test]
+fn a_trained_number_multiplies_the_change() {
+    let found = tensors("types");
+    let (square, narrow) = (
+        Lokr::SQUARE,
+        Lokr {
+            factor: Some(2),
+            ..Lokr::SQUARE
+        },
+    );
+    let split = Lokr {
+        splits: LokrSplits {
+            both: true,
+            ..LokrSplits::default()
+        },
+        ..Lokr::SQUARE
+    };
+    let types: [(&str, &dyn AdapterType); 4] = [
+        ("LoHa", &Loha),
+        ("LoKr", &square),
+        ("LoKr of other sides", &narrow),
+        ("LoKr of two products", &split),
+    ];
+    let cases = types
+        .into_iter()
+        .flat_map(|kind| [(kind, "linear", false), (kind, "conv", false), (kind, "conv", true)]);
+    for ((kind, adapter), shape, tucker) in cases {
+        let what = format!("{kind} {shape}, core: {tucker}");
+        let layer = Layer::of(&found, &format!("peft_loha_{shape}"));
+        let (x, probe) = (
+            &found[&format!("peft_loha_{shape}/x")],
+            &found[&format!("peft_loha_{shape}/probe")],
+        );
+        let handle = AdapterHandle::new(1.0);
+        let create = || {
+            let new = NewLayer {
+                name: "layer".to_owned(),
+                names: AdapterNames::Kohya,
+                weight: &layer.weight,
+                bias: Some(&layer.bias),
+                dims: layer.weight.dims(),
+                device: &Device::Cpu,
+                rank: 1,
+                alpha: 1.5,
+                dropout: Dropout::default(),
+                tucker,
+                rank_stabilised: false,
+                scalar: true,
+                handle: &handle,
+            };
+            adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
+        };
+        let trained = create();
+        let plain = layer.forward(x, vec![]);
+        check(&layer.forward(x, vec![trained.clone()]), &plain, 1e-6, &what);
+        let (name, scalar) = trained.params().pop().unwrap();
+        assert_eq!((name, scalar.elem_count()), ("scalar", 1), "{what}");
+        let set = |number: f32| scalar.set(&Tensor::new(number, &Device::Cpu).unwrap()).unwrap();
+        set(1.0);
+        let change = (layer.forward(x, vec![trained.clone()]) - &plain).unwrap();
+        assert!(largest(&change) > 1e-4, "{what}");
+
+        set(-3.0);
+        handle.set_training(Some("seed"));
+        let run = || (layer.forward(x, vec![trained.clone()]) * probe).unwrap().sum_all();
+        let (_, gradients) = autograd::gradients(run).unwrap();
+        for (name, var) in trained.params() {
+            assert!(gradients.get(var.as_tensor()).is_some(), "{what}: {name}");
+        }
+        let gradient = gradients.get(scalar.as_tensor()).unwrap().clone();
+        let expected = (change * probe).unwrap().sum_all().unwrap();
+        check(&gradient, &expected, 1e-2, &what);
+        handle.set_training(None);
+
+        let expected = layer.forward(x, vec![trained.clone()]);
+        let saved = trained.saved().unwrap().into_iter();
+        let saved: Tensors = saved
+            .map(|(suffix, tensor)| (format!("layer.{suffix}"), tensor))
+            .collect();
+        assert!(!saved.contains_key("layer.scalar"), "{what}");
+        let read = &layers(&saved)["layer"];
+        let again = layer.adapter(&**read, &AdapterHandle::new(1.0));
+        check(&layer.forward(x, vec![again]), &expected, 1e-5, &what);
+        let other = create();
+        for (var, value) in other.values(&**read).unwrap().values {
+            var.set(&value).unwrap();
+        }
+        check(&layer.forward(x, vec![other]), &expected, 1e-5, &what);
+        assert!(trained.limit_norm(1.0).is_err(), "{what}");
+    }
+}
+
 /// The low-rank product of a DoRA's file.
 fn factors(file: &dyn FileLayer, layer: &Layer) -> LowRank {
     let trained = trained(&Dora, layer, file, Dropout::default());
@@ -596,4 +695,5 @@ in_portable_mode! {
     dropout_of_a_dora_keeps_its_norm,
     dropped_outputs_are_missing_from_the_change_and_its_gradients,
     trained_decompositions_have_the_gradients_of_torch,
+    a_trained_number_multiplies_the_change,
 }

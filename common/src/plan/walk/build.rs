@@ -53,6 +53,8 @@ pub(in crate::plan) struct AdapterOptions {
     pub(in crate::plan) dropout: bool,
     /// Whether larger convolutions have Tucker's decomposition.
     pub(in crate::plan) tucker: bool,
+    /// Whether a trained number multiplies the change of each LoKr and LoHa (`use_scalar`).
+    pub(in crate::plan) scalar: bool,
     /// The magnitudes of weights that are decomposed (`dora_wd`).
     pub(in crate::plan) magnitudes: Option<MagnitudeSide>,
     /// Whether inputs of the down projections are dropped.
@@ -332,8 +334,11 @@ impl Builder {
         if adapter.magnitudes > 0.0 {
             self.trained(adapter.magnitudes, None);
         }
+        if adapter.has_scalar {
+            self.trained(1.0, None);
+        }
         match adapter.form {
-            AdapterForm::LowRank { .. } => {}
+            AdapterForm::LowRank => {}
             AdapterForm::Magnitude => self.trained(sizes.outputs, None),
             AdapterForm::Kron(kron) => {
                 match kron.first_rank {
@@ -396,9 +401,6 @@ impl Builder {
         self.trained(down, Some(if adapter.core { 2.0 * down } else { means(down, fan_in) }));
         // The up projection of a convolution has a kernel of 1 x 1: its means have as many elements as itself, twice.
         self.trained(up, Some(if kernel > 1.0 { 2.0 * up } else { rank + sizes.outputs }));
-        if adapter.form == (AdapterForm::LowRank { has_scalar: true }) {
-            self.trained(1.0, None);
-        }
     }
 
     /// The adapter of the layer, if the job has one for it.
@@ -411,6 +413,7 @@ impl Builder {
                 dropout: false,
                 drops_inputs: false,
                 core: false,
+                has_scalar: false,
                 magnitudes: 0.0,
                 form: AdapterForm::Difference,
             });
@@ -432,6 +435,7 @@ impl Builder {
                 dropout: false,
                 drops_inputs: false,
                 core: false,
+                has_scalar: false,
                 magnitudes: 0.0,
                 form: AdapterForm::Difference,
             });
@@ -452,15 +456,14 @@ impl Builder {
             return None;
         }
         let form = match options.kind {
-            AdapterKind::Lora => AdapterForm::LowRank { has_scalar: false },
-            AdapterKind::Locon => AdapterForm::LowRank { has_scalar: true },
+            AdapterKind::Lora | AdapterKind::Locon => AdapterForm::LowRank,
             AdapterKind::Lokr { factor, splits } => AdapterForm::Kron(kron_sizes(rank, factor, splits, sizes)),
             AdapterKind::Dora => AdapterForm::Magnitude,
             AdapterKind::Loha => AdapterForm::Hadamard,
             AdapterKind::Difference => AdapterForm::Difference,
         };
         let has_core = match form {
-            AdapterForm::LowRank { .. } | AdapterForm::Hadamard => true,
+            AdapterForm::LowRank | AdapterForm::Hadamard => true,
             AdapterForm::Kron(kron) => kron.rank.is_some(),
             AdapterForm::Magnitude | AdapterForm::Difference => false,
         };
@@ -469,6 +472,7 @@ impl Builder {
             dropout: options.dropout,
             drops_inputs: options.drops_inputs,
             core: options.tucker && sizes.kernel > 1.0 && has_core,
+            has_scalar: is_locon || (options.scalar && matches!(form, AdapterForm::Kron(_) | AdapterForm::Hadamard)),
             magnitudes: match (form, options.magnitudes) {
                 (AdapterForm::Magnitude | AdapterForm::Difference, _) | (_, None) => 0.0,
                 (_, Some(MagnitudeSide::Outputs)) => sizes.outputs,

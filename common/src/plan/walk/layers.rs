@@ -20,6 +20,8 @@ pub(in crate::plan) struct Adapter {
     pub(in crate::plan) drops_inputs: bool,
     /// Whether it has Tucker's core.
     pub(in crate::plan) core: bool,
+    /// Whether a number is trained too that multiplies the change.
+    pub(in crate::plan) has_scalar: bool,
     /// The magnitudes of a weight that is decomposed (`dora_wd`); 0: it is not.
     pub(in crate::plan) magnitudes: f64,
     pub(in crate::plan) form: AdapterForm,
@@ -29,10 +31,7 @@ pub(in crate::plan) struct Adapter {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::plan) enum AdapterForm {
     /// A low-rank product.
-    LowRank {
-        /// Whether a number is trained too that multiplies the change (LoCon).
-        has_scalar: bool,
-    },
+    LowRank,
     /// A Kronecker product (LoKr).
     Kron(KronSizes),
     /// A low-rank product and a magnitude of each row (DoRA).
@@ -47,7 +46,7 @@ impl Adapter {
     /// The rank of the low-rank product that is computed together with the layer.
     fn low_rank(self) -> f64 {
         match self.form {
-            AdapterForm::LowRank { .. } => self.rank,
+            AdapterForm::LowRank => self.rank,
             _ => 0.0,
         }
     }
@@ -209,7 +208,7 @@ impl Walk {
                 return self.layer_with_decomposition(layer, adapter, &x, is_linear);
             }
             match adapter.form {
-                AdapterForm::LowRank { .. } => {}
+                AdapterForm::LowRank => {}
                 AdapterForm::Kron(kron) => return self.layer_with_kron(layer, kron, adapter.dropout, &x, is_linear),
                 AdapterForm::Magnitude => return self.layer_with_magnitude(layer, adapter, &x, is_linear),
                 AdapterForm::Hadamard => return self.layer_with_hadamard(layer, adapter, &x, is_linear),

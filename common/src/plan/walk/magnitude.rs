@@ -14,7 +14,7 @@ impl Walk {
         let low_rank = Layer {
             bias: false,
             adapter: Some(Adapter {
-                form: AdapterForm::LowRank { has_scalar: false },
+                form: AdapterForm::LowRank,
                 ..adapter
             }),
             ..layer.clone()

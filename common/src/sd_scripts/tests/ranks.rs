@@ -2,7 +2,7 @@
 
 use super::support::{base, folder, import_in, job};
 use crate::job::Finding;
-use crate::job::network::NetworkConfig;
+use crate::job::network::{NetworkConfig, NetworkType};
 use crate::sd_scripts::{Imported, Script};
 
 /// Text encoders are not trained.
@@ -382,6 +382,37 @@ fn weights_are_decomposed_as_by_lycoris() {
         errors.len() == 1 && errors[0].message.starts_with("dora_wd: with bypass_mode"),
         "{errors:?}"
     );
+}
+
+/// `use_scalar` of LyCORIS' modules. Its LoCon is that of ai-toolkit, which always has one.
+#[test]
+fn changes_have_a_trained_number_as_of_lycoris() {
+    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
+    let import = |lines: &str| {
+        let folder = folder();
+        let text = format!("{sd}network_train_unet_only = true\n{lines}\n");
+        import_in(folder.path(), &text, Some(Script::TrainNetwork))
+    };
+    for (algo, kind, has_key) in [
+        ("locon", NetworkType::Locon, false),
+        ("loha", NetworkType::Loha, true),
+        ("lokr", NetworkType::Lokr, true),
+    ] {
+        let lines = format!("network_args = [\"algo={algo}\", \"use_scalar=True\"]");
+        let imported = import(&lines).unwrap();
+        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
+        let network = network.unwrap();
+        assert_eq!(
+            (network.kind, network.network_kwargs.use_scalar),
+            (kind, has_key),
+            "{algo}"
+        );
+        let errors = import(&format!("scale_weight_norms = 1\n{lines}")).unwrap_err();
+        assert!(
+            errors.len() == 1 && errors[0].message.contains("not of a network with use_scalar"),
+            "{algo}: {errors:?}"
+        );
+    }
 }
 
 /// `NormModule` of LyCORIS: the norms in the blocks of the U-Net.

@@ -188,6 +188,7 @@ impl FileLayer for LohaTensors {
             alpha: self.scale() * rank as f64,
             rank,
             dims: dims.to_vec(),
+            scalar: None,
             dropout: Dropout::default(),
             handle: site.handle.clone(),
         }))

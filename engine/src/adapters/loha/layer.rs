@@ -48,6 +48,8 @@ pub(super) struct LohaLayer {
     pub(super) rank: usize,
     /// The shape of the layer's weight.
     pub(super) dims: Vec<usize>,
+    /// A number that is trained too and multiplies the change.
+    pub(super) scalar: Option<Var>,
     /// What training drops: outputs, or the whole change.
     pub(super) dropout: Dropout,
     pub(super) handle: Arc<AdapterHandle>,
@@ -64,7 +66,7 @@ impl LohaLayer {
     }
 
     /// The left and the right factors of both products, [2, out, rank] and [2, rank, in kh kw]. `dropout_seed`: that of training, in which
-    /// they are tracked for gradients, and without the outputs that are dropped.
+    /// they are tracked for gradients, and without the outputs that are dropped. The scalar is multiplied into the first.
     pub(super) fn factors(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
         let is_training = dropout_seed.is_some();
         let [mut first, first_right] = self.first.factors(is_training)?;
@@ -78,6 +80,9 @@ impl LohaLayer {
         if let Some(kept) = kept {
             // A row of one factor is a row of the product.
             first = first.broadcast_mul(&kept.reshape(((), 1))?)?;
+        }
+        if let Some(scalar) = &self.scalar {
+            first = first.broadcast_mul(&tracked_if(is_training, scalar))?;
         }
         Ok([
             Tensor::stack(&[first, second], 0)?,

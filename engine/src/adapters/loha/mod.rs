@@ -22,7 +22,7 @@ pub struct Loha;
 
 impl AdapterType for Loha {
     /// As LyCORIS: `hada_w1_b` and `hada_w2_b` are normal, `hada_w1_a` and the cores `hada_t1` and `hada_t2` are normal with a standard
-    /// deviation of 0.1, `hada_w2_a` is zero.
+    /// deviation of 0.1, `hada_w2_a` is zero. With a scalar, which is zero, it is normal as `hada_w1_a`.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
         let (outputs, rank, core_kernel) = (new.dims[0], new.rank, new.core_kernel());
         let mut normal = |deviation: f32, dims: &[usize]| {
@@ -43,10 +43,14 @@ impl AdapterType for Loha {
             core: core(&mut normal)?,
         };
         let second = Product {
-            left: Var::from_tensor(&Tensor::zeros(&left, DType::F32, new.device)?)?,
+            left: match new.scalar {
+                true => normal(0.1, &left)?,
+                false => Var::from_tensor(&Tensor::zeros(&left, DType::F32, new.device)?)?,
+            },
             right: normal(1.0, &[rank, columns])?,
             core: core(&mut normal)?,
         };
+        let scalar = new.new_scalar()?;
         Ok(Arc::new(LohaLayer {
             name: new.name,
             first,
@@ -54,6 +58,7 @@ impl AdapterType for Loha {
             alpha: new.alpha,
             rank,
             dims: new.dims.to_vec(),
+            scalar,
             dropout: new.dropout,
             handle: new.handle.clone(),
         }))

@@ -7,6 +7,9 @@ use super::layer::{LohaLayer, Product};
 use crate::nn::ChangeForm;
 use candle_core::{Device, Result, Tensor, Var};
 
+/// The name of the number that multiplies the change.
+const SCALAR: &str = "scalar";
+
 impl TrainedLayer for LohaLayer {
     fn name(&self) -> &str {
         &self.name
@@ -15,20 +18,29 @@ impl TrainedLayer for LohaLayer {
     fn params(&self) -> Vec<(&'static str, &Var)> {
         let mut params = named(&self.first, ["hada_w1_a", "hada_w1_b", "hada_t1"]);
         params.extend(named(&self.second, ["hada_w2_a", "hada_w2_b", "hada_t2"]));
+        params.extend(self.scalar.iter().map(|scalar| (SCALAR, scalar)));
         params
     }
 
+    /// The scalar is multiplied into `hada_w1_a`, as LyCORIS saves it.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
-        let params = self.params().into_iter();
-        let alpha = Tensor::new(self.alpha as f32, &Device::Cpu)?;
-        Ok(params
-            .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
-            .chain([("alpha", alpha)])
-            .collect())
+        let mut tensors = Vec::new();
+        for (suffix, var) in self.params() {
+            let tensor = var.as_detached_tensor();
+            match (suffix, &self.scalar) {
+                (SCALAR, _) => {}
+                ("hada_w1_a", Some(scalar)) => {
+                    tensors.push((suffix, tensor.broadcast_mul(&scalar.as_detached_tensor())?));
+                }
+                _ => tensors.push((suffix, tensor)),
+            }
+        }
+        tensors.push(("alpha", Tensor::new(self.alpha as f32, &Device::Cpu)?));
+        Ok(tensors)
     }
 
     fn zeroed(&self) -> Option<Vec<&Var>> {
-        Some(vec![&self.second.left])
+        Some(vec![self.scalar.as_ref().unwrap_or(&self.second.left)])
     }
 
     fn change_factors(&self, is_training: bool) -> Result<Option<ChangeFactors>> {
@@ -40,6 +52,12 @@ impl TrainedLayer for LohaLayer {
     }
 
     fn limit_norm(&self, max: f64) -> Result<()> {
+        if self.scalar.is_some() {
+            candle_core::bail!(
+                "the norm of {} has no limit, because a trained number multiplies it",
+                self.name
+            );
+        }
         let product = |product: &Product| {
             let [left, right] = product.factors(false)?;
             left.flatten_from(1)?.matmul(&right.flatten_from(1)?)
@@ -78,6 +96,10 @@ impl TrainedLayer for LohaLayer {
             };
             let value = value.and_then(|value| value.to_device(var.device()));
             values.values.push((var, value.map_err(|error| error.to_string())?));
+        }
+        if let Some(scalar) = &self.scalar {
+            let one = scalar.ones_like().map_err(|error| error.to_string())?;
+            values.values.push((scalar, one));
         }
         Ok(values)
     }

@@ -60,12 +60,23 @@ pub(super) struct LokrLayer {
     pub(super) scale: f64,
     /// The beginning and the length of the ranges of rows that the layer has of a larger product, in its order.
     pub(super) rows: Option<RowRanges>,
+    /// A number that is trained too and multiplies the change.
+    pub(super) scalar: Option<Var>,
     /// What training drops: outputs, or the whole change.
     pub(super) dropout: Dropout,
     pub(super) handle: Arc<AdapterHandle>,
 }
 
 impl LokrLayer {
+    /// The first matrix, multiplied by the scalar.
+    pub(super) fn first(&self, is_training: bool) -> Result<Tensor> {
+        let first = self.first.tensor(is_training)?;
+        match &self.scalar {
+            Some(scalar) => first.broadcast_mul(&tracked_if(is_training, scalar)),
+            None => Ok(first),
+        }
+    }
+
     /// The second matrix in the shape that the layer's kind requires.
     pub(super) fn second(&self, is_training: bool) -> Result<Tensor> {
         let second = self.second.tensor(is_training)?;
@@ -85,7 +96,7 @@ impl LayerAdapter for LokrLayer {
             return Ok(output);
         }
         let is_training = dropout_seed.is_some();
-        let (first, second) = (self.first.tensor(is_training)?, self.second(is_training)?);
+        let (first, second) = (self.first(is_training)?, self.second(is_training)?);
         let change = kron(x, &first, &second, layer.kind, strength)?;
         let axis = channels_axis(layer.kind, &change);
         let change = select_rows(change, axis, self.rows.as_deref())?;
@@ -109,7 +120,7 @@ impl LayerAdapter for LokrLayer {
 
 impl WeightAdapter for LokrLayer {
     fn change(&self, weight: &Weight) -> Result<Tensor> {
-        let (first, second) = (self.first.tensor(false)?, self.second(false)?);
+        let (first, second) = (self.first(false)?, self.second(false)?);
         let ((a, c), dims) = (first.dims2()?, second.dims());
         let (b, d, kernel) = (dims[0], dims[1], &dims[2..]);
         let ones = vec![1; kernel.len()];

@@ -51,7 +51,8 @@ impl AdapterType for Lokr {
 
     /// The first matrix is uniform in ±1/sqrt(c), or `lokr_w1_a` in ±1/sqrt(rank) and `lokr_w1_b` in ±1/sqrt(c). The second is zero:
     /// itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in
-    /// ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform numbers with a = sqrt(5).
+    /// ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform numbers with a = sqrt(5). With a scalar, which is zero, what would be zero has
+    /// such numbers too.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
         let [[a, b], [c, d]] = self.splits.factors([new.dims[0], new.dims[1]], self.factor);
         let kernel = &new.dims[2..];
@@ -59,6 +60,12 @@ impl AdapterType for Lokr {
         let mut uniform = |rows: usize, columns: usize| {
             let bound = (1.0 / columns.max(1) as f64).sqrt() as f32;
             new.variable(generator.uniform(rows * columns, -bound, bound), &[rows, columns])
+        };
+        // With a scalar, which is zero, no matrix need be zero.
+        let last = |uniform: &mut dyn FnMut(usize, usize) -> Result<Var>, rows: usize, columns: usize| match new.scalar
+        {
+            true => uniform(rows, columns),
+            false => zeros(&[rows, columns]),
         };
         let splits_first = self.splits.splits_first(new.rank, [a, c]);
         let first = match splits_first {
@@ -73,23 +80,27 @@ impl AdapterType for Lokr {
             (true, true) => (new.rank as f64).sqrt(),
             (true, false) => 1.0,
         };
+        let taps: usize = kernel.iter().product();
         let second = match is_full {
-            true => Factor::Full(zeros(&[&[b, d], kernel].concat())?),
+            true => {
+                let whole = last(&mut uniform, b, d * taps)?.as_detached_tensor();
+                Factor::Full(Var::from_tensor(&whole.reshape([&[b, d], kernel].concat())?)?)
+            }
             false if new.core_kernel().is_some() => {
                 let left = uniform(new.rank, b)?;
-                let taps: usize = kernel.iter().product();
                 let core = uniform(new.rank, new.rank * taps)?;
                 let core = core
                     .as_detached_tensor()
                     .reshape([&[new.rank, new.rank], kernel].concat())?;
-                let right = zeros(&[new.rank, d])?;
+                let right = last(&mut uniform, new.rank, d)?;
                 Factor::Tucker(Var::from_tensor(&core)?, left, right)
             }
             false => {
-                let down = zeros(&[new.rank, d * kernel.iter().product::<usize>()])?;
-                Factor::LowRank(uniform(b, new.rank)?, down)
+                let left = uniform(b, new.rank)?;
+                Factor::LowRank(left, last(&mut uniform, new.rank, d * taps)?)
             }
         };
+        let scalar = new.new_scalar()?;
         Ok(Arc::new(LokrLayer {
             name: new.name,
             first,
@@ -99,6 +110,7 @@ impl AdapterType for Lokr {
             alpha: if are_whole { new.rank as f64 } else { new.alpha },
             scale,
             rows: None,
+            scalar,
             dropout: new.dropout,
             handle: new.handle.clone(),
         }))

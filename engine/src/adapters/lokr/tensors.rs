@@ -209,6 +209,7 @@ impl FileLayer for LokrTensors {
             alpha: self.alpha.unwrap_or(1.0),
             scale: self.scale(),
             rows: self.rows.clone(),
+            scalar: None,
             dropout: Dropout::default(),
             handle: site.handle.clone(),
         }))

@@ -7,6 +7,9 @@ use super::tensors::{LokrTensors, SecondForm};
 use crate::nn::ChangeForm;
 use candle_core::{Device, Result, Tensor, Var};
 
+/// The name of the number that multiplies the change.
+const SCALAR: &str = "scalar";
+
 impl TrainedLayer for LokrLayer {
     fn name(&self) -> &str {
         &self.name
@@ -15,18 +18,22 @@ impl TrainedLayer for LokrLayer {
     fn params(&self) -> Vec<(&'static str, &Var)> {
         let mut params = self.first.named(["lokr_w1", "lokr_w1_a", "lokr_w1_b", ""]);
         params.extend(self.second.named(["lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"]));
+        params.extend(self.scalar.iter().map(|scalar| (SCALAR, scalar)));
         params
     }
 
-    /// Programs take 1 for the scale of two whole matrices, whatever the alpha is: another one is multiplied into the second.
+    /// Programs take 1 for the scale of two whole matrices, whatever the alpha is: another one is multiplied into the second. The scalar is
+    /// multiplied into the first, as LyCORIS saves it.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
         let is_whole = matches!((&self.first, &self.second), (Factor::Full(_), Factor::Full(_)));
         let mut tensors = Vec::new();
         for (suffix, var) in self.params() {
             let tensor = var.as_detached_tensor();
-            let tensor = match is_whole && suffix == "lokr_w2" && self.scale != 1.0 {
-                true => (tensor * self.scale)?,
-                false => tensor,
+            let tensor = match (suffix, &self.scalar) {
+                (SCALAR, _) => continue,
+                ("lokr_w1" | "lokr_w1_a", Some(scalar)) => tensor.broadcast_mul(&scalar.as_detached_tensor())?,
+                ("lokr_w2", _) if is_whole && self.scale != 1.0 => (tensor * self.scale)?,
+                _ => tensor,
             };
             tensors.push((suffix, tensor));
         }
@@ -35,9 +42,10 @@ impl TrainedLayer for LokrLayer {
     }
 
     fn zeroed(&self) -> Option<Vec<&Var>> {
-        Some(vec![match &self.second {
-            Factor::Full(matrix) => matrix,
-            Factor::LowRank(_, right) | Factor::Tucker(_, _, right) => right,
+        Some(vec![match (&self.scalar, &self.second) {
+            (Some(scalar), _) => scalar,
+            (None, Factor::Full(matrix)) => matrix,
+            (None, Factor::LowRank(_, right) | Factor::Tucker(_, _, right)) => right,
         }])
     }
 
@@ -45,13 +53,19 @@ impl TrainedLayer for LokrLayer {
         let second = self.second(is_training)?.flatten_from(1)?;
         Ok(Some(ChangeFactors {
             form: ChangeForm::Kronecker,
-            factors: [self.first.tensor(is_training)?, second],
+            factors: [self.first(is_training)?, second],
             scale: self.scale,
         }))
     }
 
     /// The norm of a Kronecker product is the product of the norms.
     fn limit_norm(&self, max: f64) -> Result<()> {
+        if self.scalar.is_some() {
+            candle_core::bail!(
+                "the norm of {} has no limit, because a trained number multiplies it",
+                self.name
+            );
+        }
         let norm = |factor: &Factor| match factor {
             Factor::Full(matrix) => matrix.as_detached_tensor().sqr()?.sum_all()?.sqrt(),
             Factor::LowRank(left, right) => norm_of_product(
@@ -81,7 +95,7 @@ impl TrainedLayer for LokrLayer {
         let splits_first = matches!(self.first, Factor::LowRank(..));
         let matrices = tensors.matrices(&self.kernel, splits_first, form)?;
         let (ratio, params) = (tensors.scale() / self.scale, self.params());
-        let last = params.len() - 1;
+        let last = matrices.len().saturating_sub(1);
         let mut values = Values::default();
         for (at, ((suffix, var), matrix)) in params.into_iter().zip(matrices).enumerate() {
             let (found, expected) = (matrix.dims(), var.dims());
@@ -97,6 +111,10 @@ impl TrainedLayer for LokrLayer {
             };
             let value = value.and_then(|value| value.reshape(var.shape())?.to_device(var.device()));
             values.values.push((var, value.map_err(|error| error.to_string())?));
+        }
+        if let Some(scalar) = &self.scalar {
+            let one = scalar.ones_like().map_err(|error| error.to_string())?;
+            values.values.push((scalar, one));
         }
         Ok(values)
     }

@@ -76,6 +76,7 @@ pub(super) fn adapter_config(network: &NetworkConfig) -> AdapterConfig {
         },
         tucker: kwargs.use_cp,
         rank_stabilised: kwargs.rs_lora,
+        scalar: kwargs.use_scalar,
         only_if_contains: kwargs
             .only_if_contains
             .as_ref()

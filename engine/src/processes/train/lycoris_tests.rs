@@ -89,6 +89,17 @@ fn decomposed(kind: NetworkType, on_outputs: bool) -> NetworkConfig {
     }
 }
 
+/// With a trained number for each layer.
+fn with_scalar(kind: NetworkType) -> NetworkConfig {
+    NetworkConfig {
+        network_kwargs: NetworkKwargs {
+            use_scalar: true,
+            ..NetworkKwargs::default()
+        },
+        ..network(kind)
+    }
+}
+
 /// With ranks of their own for some layers.
 fn with_layer_ranks(kind: NetworkType) -> NetworkConfig {
     let entry = |contains: &str, linear, conv| LayerRank {
@@ -152,6 +163,8 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (decomposed(NetworkType::Lora, false), OptimizerName::AdamW),
         (decomposed(NetworkType::Loha, true), OptimizerName::Adafactor),
         (decomposed(NetworkType::Lokr, true), OptimizerName::AdamW8Bit),
+        (with_scalar(NetworkType::Loha), OptimizerName::AdamW8Bit),
+        (with_scalar(NetworkType::Lokr), OptimizerName::Adafactor),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
         (with_layer_ranks(NetworkType::Lora), OptimizerName::AdamW),
     ]) {
@@ -295,6 +308,10 @@ fn saved_files_have_the_names_of_their_type() {
             network(NetworkType::Loha),
             &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "alpha"],
         ),
+        (
+            with_scalar(NetworkType::Loha),
+            &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "alpha"],
+        ),
         (network(NetworkType::Fullrank), &["diff", "diff_b"]),
         (
             decomposed(NetworkType::Loha, false),
@@ -406,6 +423,7 @@ fn the_planner_counts_the_numbers_that_are_trained() {
             lokr_full_rank: true,
             ..decomposed(NetworkType::Lokr, true)
         });
+        networks.extend([NetworkType::Loha, NetworkType::Lokr].map(with_scalar));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_differences));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_layer_ranks));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(|kind| NetworkConfig {
