@@ -31,6 +31,11 @@ impl Argument {
         self.text.trim().parse().ok().filter(|number: &f64| number.is_finite())
     }
 
+    /// Whether LyCORIS takes it for true (`str_bool`): any text but `False`.
+    pub(super) fn is_not_false(&self) -> bool {
+        !self.text.eq_ignore_ascii_case("false")
+    }
+
     /// Whether it is what Python's strings and numbers take for off.
     pub(super) fn is_off(&self) -> bool {
         matches!(

@@ -14,9 +14,35 @@ const DROPS_NOTHING: &str = "ignored, as by LyCORIS, which drops nothing with it
 const DROPS_OUTPUTS: &str =
     "with bypass_mode LyCORIS drops numbers of the change's output, which aitk does not: remove one of them";
 
+/// Arguments that are true or false, which LyCORIS takes for true whatever their text is but `False`.
+const FLAGS: &[&str] = &[
+    "use_scalar",
+    "train_norm",
+    "dora_wd",
+    "wd_on_output",
+    "full_matrix",
+    "bypass_mode",
+    "rs_lora",
+    "unbalanced_factorization",
+    "use_tucker",
+    "use_cp",
+    "use_conv_cp",
+];
+
 /// Whether an argument is there with a value that is off.
 fn is_false(argument: &Argument) -> bool {
     argument.is_off() && !argument.text.is_empty()
+}
+
+/// The argument that says whether larger convolutions have Tucker's decomposition. LyCORIS joins the texts of its names with `or`, and from
+/// version 3 on takes the other names for `use_tucker`, also `disable_conv_cp`.
+fn decomposing(arguments: &Arguments) -> Option<&Argument> {
+    let first = ["use_conv_cp", "use_cp"].into_iter();
+    let mut first = first.filter_map(|name| arguments.get(name).filter(|argument| !argument.text.is_empty()));
+    let others = ["disable_conv_cp", "use_tucker", "use_conv_cp", "use_cp"];
+    first
+        .next()
+        .or_else(|| others.into_iter().find_map(|name| arguments.get(name)))
 }
 
 /// The algorithm of a LyCORIS network.
@@ -38,13 +64,13 @@ fn splits_nothing(import: &Import<'_>, arguments: &Arguments) -> bool {
         .and_then(Argument::number)
         .filter(|rank| *rank != 0.0);
     let is_whole = |rank: f64| rank > f64::from(MAX_RANK);
-    is_lokr && (arguments.is_on("full_matrix") || (is_whole(rank) && is_whole(conv.unwrap_or(rank))))
+    is_lokr && (arguments.is_not_false("full_matrix") || (is_whole(rank) && is_whole(conv.unwrap_or(rank))))
 }
 
 /// `rank_dropout`, of which LyCORIS drops rows of the weight's change.
 pub(super) fn lycoris_rank_dropout(import: &mut Import<'_>, arguments: &Arguments, kwargs: &mut Section) {
     let is_lora = matches!(algorithm(arguments).as_str(), "lora" | "locon" | "");
-    let bypasses = arguments.is_on("bypass_mode");
+    let bypasses = arguments.is_not_false("bypass_mode");
     let rank_dropout = arguments.chance(import, "rank_dropout");
     if bypasses && is_lora && rank_dropout.is_some() {
         let message = "bypass_mode: LyCORIS drops rows of the first matrix with it, and rank_dropout is one chance for all images of a batch: \
@@ -64,7 +90,7 @@ pub(super) fn lycoris_rank_dropout(import: &mut Import<'_>, arguments: &Argument
 /// LyCORIS: `algo` and what belongs to it.
 pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64, network: &mut Section) {
     let algo = algorithm(arguments);
-    let scalar = arguments.is_on("use_scalar");
+    let scalar = arguments.is_not_false("use_scalar");
     let kind = match algo.as_str() {
         "lora" | "locon" if scalar => "locon",
         "lora" | "locon" | "" => "lora",
@@ -79,6 +105,16 @@ pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64,
             return;
         }
     };
+    for argument in &arguments.0 {
+        if FLAGS.contains(&argument.name.as_str()) && argument.is_off() && argument.is_not_false() {
+            let message = format!(
+                "{}: LyCORIS takes any text but False for True, also \"{}\": write False to turn it off",
+                argument.name,
+                argument.text.escape_debug()
+            );
+            import.note("network_args", message);
+        }
+    }
     let preset = arguments
         .get("preset")
         .map_or("full", |argument| argument.text.as_str());
@@ -88,7 +124,7 @@ pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64,
             format!("preset={}: aitk imports the preset full only", preset.escape_debug()),
         );
     }
-    let bypasses = arguments.is_on("bypass_mode");
+    let bypasses = arguments.is_not_false("bypass_mode");
     let of_settings = import.settings.number("network_dropout").unwrap_or(0.0);
     let of_arguments = arguments.chance(import, "dropout").is_some();
     for (option, name, is_on) in [
@@ -119,7 +155,7 @@ pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64,
                            split; remove the argument to train it whole";
             import.note("network_args", message);
         }
-        let is_stabilised = arguments.is_on("rs_lora");
+        let is_stabilised = arguments.is_not_false("rs_lora");
         let has_scale_1 = |alpha: f64, rank: f64| !is_stabilised && (alpha == 0.0 || alpha == rank);
         if bypasses
             && !splits_nothing(import, arguments)
@@ -132,7 +168,7 @@ pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64,
         let factor = arguments.number(import, "factor").unwrap_or(-1.0);
         network.insert("lokr_factor".into(), number(factor));
         // LyCORIS splits no matrix whose sides are smaller than twice the rank: people write 100000 for none at all.
-        let is_whole = rank > u64::from(MAX_RANK) || arguments.is_on("full_matrix");
+        let is_whole = rank > u64::from(MAX_RANK) || arguments.is_not_false("full_matrix");
         if is_whole && conv <= 0.0 {
             let message = "conv_dim=0: aitk's LoKr of whole matrices adapts the larger convolutions too: remove it, or set a smaller \
                            network_dim without full_matrix";
@@ -146,34 +182,42 @@ pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64,
         }
         network.insert(
             "lokr_full_rank".into(),
-            json!(none_is_split || arguments.is_on("full_matrix")),
+            json!(none_is_split || arguments.is_not_false("full_matrix")),
         );
     }
 }
 
 /// The arguments of a network whose `network` section [`lycoris`] wrote that go to `network_kwargs`.
 pub(super) fn lycoris_kwargs(import: &mut Import<'_>, arguments: &Arguments, network: &Section, kwargs: &mut Section) {
-    // LyCORIS joins the texts of its arguments with `or`: the first one that is there counts.
-    let decomposes = ["use_conv_cp", "use_cp", "use_tucker"]
-        .iter()
-        .find_map(|name| arguments.get(name).filter(|argument| !argument.text.is_empty()));
+    let decomposing = decomposing(arguments).filter(|argument| argument.is_not_false());
     let has_convolutions = network.contains_key("conv");
-    if decomposes.is_some_and(|argument| !argument.is_off()) && has_convolutions && !splits_nothing(import, arguments) {
+    if let Some(argument) = decomposing
+        && has_convolutions
+        && !splits_nothing(import, arguments)
+    {
         kwargs.insert("use_cp".into(), json!(true));
+        if argument.name == "disable_conv_cp" {
+            let message = "disable_conv_cp: LyCORIS 3 and 4 take it for use_tucker, so that convolutions have Tucker's decomposition; remove it \
+                           to train them without";
+            import.note("network_args", message);
+        }
     }
-    if arguments.is_on("rs_lora") && splits_nothing(import, arguments) {
+    if arguments.is_not_false("rs_lora") && splits_nothing(import, arguments) {
         let message = "rs_lora: LyCORIS multiplies the whole matrices of this LoKr with sqrt(network_dim) while it trains, and programs \
                        read its files without that factor: remove it";
         import.error("network_args", message);
-    } else if arguments.is_on("rs_lora") {
+    } else if arguments.is_not_false("rs_lora") {
         kwargs.insert("rs_lora".into(), json!(true));
     }
-    if arguments.is_on("dora_wd") && arguments.is_on("bypass_mode") {
+    if arguments.is_not_false("dora_wd") && arguments.is_not_false("bypass_mode") {
         let message = "dora_wd: with bypass_mode LyCORIS does not decompose the weights: remove one of them";
         import.error("network_args", message);
-    } else if arguments.is_on("dora_wd") {
+    } else if arguments.is_not_false("dora_wd") {
         kwargs.insert("dora_wd".into(), json!(true));
-        if arguments.get("wd_on_output").is_some_and(is_false) {
+        if arguments
+            .get("wd_on_output")
+            .is_some_and(|argument| !argument.is_not_false())
+        {
             kwargs.insert("wd_on_out".into(), json!(false));
         }
     }
@@ -185,7 +229,7 @@ pub(super) fn lycoris_kwargs(import: &mut Import<'_>, arguments: &Arguments, net
         if splits_both && !splits_nothing(import, arguments) {
             kwargs.insert("decompose_both".into(), json!(true));
         }
-        if arguments.is_on("unbalanced_factorization") {
+        if arguments.is_not_false("unbalanced_factorization") {
             kwargs.insert("unbalanced_factorization".into(), json!(true));
         }
         // Its factorization puts the smaller factor first; without a given one that is so anyway.
@@ -197,10 +241,10 @@ pub(super) fn lycoris_kwargs(import: &mut Import<'_>, arguments: &Arguments, net
             kwargs.insert("smaller_factor_first".into(), json!(true));
         }
     }
-    if arguments.is_on("use_scalar") && network.get("type") != Some(&json!("locon")) {
+    if arguments.is_not_false("use_scalar") && network.get("type") != Some(&json!("locon")) {
         kwargs.insert("use_scalar".into(), json!(true));
     }
-    if arguments.is_on("train_norm") {
+    if arguments.is_not_false("train_norm") {
         kwargs.insert("train_norm".into(), json!(true));
         if import.script.family() == ScriptFamily::Sd {
             // The only norm of the U-Net outside of the blocks.

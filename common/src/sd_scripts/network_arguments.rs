@@ -42,7 +42,6 @@ const WITHOUT_INFLUENCE: &[&str] = &[
     "varbose",
     // LyCORIS' create_network does not pass it on to its layers.
     "rank_dropout_scale",
-    "disable_conv_cp",
     "block_size",
     "train_on_input",
 ];
@@ -115,6 +114,10 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("use_cp", "the same"),
     ("use_conv_cp", "the same"),
     (
+        "disable_conv_cp",
+        "the same: LyCORIS 3 and 4 take its text for that of use_tucker",
+    ),
+    (
         "rs_lora",
         "of LyCORIS: `network.network_kwargs.rs_lora`; refused with a LoKr of whole matrices; without influence on networks of sd-scripts",
     ),
@@ -172,6 +175,11 @@ impl Arguments {
     /// Whether an argument is there and not off.
     pub(super) fn is_on(&self, name: &str) -> bool {
         self.get(name).is_some_and(|argument| !argument.is_off())
+    }
+
+    /// Whether an argument is there with a text that LyCORIS takes for true.
+    pub(super) fn is_not_false(&self, name: &str) -> bool {
+        self.get(name).is_some_and(Argument::is_not_false)
     }
 
     /// The number of an argument; another text is an error.

@@ -262,7 +262,7 @@ fn convolutions_of_lycoris_have_a_third_matrix() {
         network_of(&imported).network_kwargs.use_cp
     };
     for algo in ["locon", "loha", "lokr"] {
-        for name in ["use_tucker", "use_cp", "use_conv_cp"] {
+        for name in ["use_tucker", "use_cp", "use_conv_cp", "disable_conv_cp"] {
             assert!(
                 decomposes(&format!("\"algo={algo}\", \"{name}=True\"")),
                 "{algo}, {name}"
@@ -270,7 +270,10 @@ fn convolutions_of_lycoris_have_a_third_matrix() {
         }
         for off in [
             "\"use_cp=False\"",
+            "\"disable_conv_cp=False\"",
             "\"use_cp=False\", \"use_tucker=True\"",
+            "\"disable_conv_cp=False\", \"use_tucker=True\"",
+            "\"disable_conv_cp=True\", \"use_cp=False\"",
             "\"use_tucker=True\", \"conv_dim=0\"",
         ] {
             assert!(!decomposes(&format!("\"algo={algo}\", {off}")), "{algo}, {off}");
@@ -382,6 +385,38 @@ fn weights_are_decomposed_as_by_lycoris() {
         errors.len() == 1 && errors[0].message.starts_with("dora_wd: with bypass_mode"),
         "{errors:?}"
     );
+}
+
+/// `str_bool` of `lycoris/utils`: only `False` is false.
+#[test]
+fn flags_of_lycoris_are_on_whatever_their_text_is_but_false() {
+    let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
+    let import = |argument: &str| {
+        let folder = folder();
+        let arguments = format!("[\"algo=loha\", \"dora_wd=True\", \"{argument}\"]");
+        let text = format!("{sd}network_train_unet_only = true\nnetwork_args = {arguments}\n");
+        let imported = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap();
+        let notes = imported.notes.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let network = job(&imported.yaml).process[0].trainer().unwrap().network.clone();
+        let has_note = notes.iter().any(|note| note.contains("any text but False"));
+        (network.unwrap().network_kwargs, has_note)
+    };
+    for (text, is_on, has_note) in [
+        ("True", true, false),
+        ("false", false, false),
+        ("0", true, true),
+        ("None", true, true),
+        ("", true, true),
+    ] {
+        let (scalar, of_scalar) = import(&format!("use_scalar={text}"));
+        assert_eq!((scalar.use_scalar, of_scalar), (is_on, has_note), "{text}");
+        let (norms, of_norms) = import(&format!("train_norm={text}"));
+        assert_eq!((norms.train_norm, of_norms), (is_on, has_note), "{text}");
+        let (outputs, of_outputs) = import(&format!("wd_on_output={text}"));
+        assert_eq!((outputs.wd_on_out, of_outputs), (is_on, has_note), "{text}");
+        let (cores, of_cores) = import(&format!("use_tucker={text}"));
+        assert_eq!((cores.use_cp, of_cores), (is_on, has_note), "{text}");
+    }
 }
 
 /// `use_scalar` of LyCORIS' modules. Its LoCon is that of ai-toolkit, which always has one.
