@@ -460,8 +460,26 @@ fn check_dropout(network: &NetworkConfig, cx: &mut ReadContext) {
                 key,
                 format!("of `type: {kind}` it is called `rank_dropout`, as in LyCORIS: use that key"),
             );
+        } else if chance > 0.0
+            && let Some(whole) = whole_differences(network)
+        {
+            cx.warn_at(
+                key,
+                format!("has no effect on what `{whole}` trains: whole differences are not dropped"),
+            );
         }
     }
+}
+
+/// The key by which norms, or some layers, are trained as whole differences beside the network.
+fn whole_differences(network: &NetworkConfig) -> Option<&'static str> {
+    let kwargs = &network.network_kwargs;
+    let keys = [
+        ("network_kwargs.train_norm", kwargs.train_norm),
+        ("all_layers", network.all_layers),
+        ("network_kwargs.full_if_contains", !kwargs.full_if_contains.is_empty()),
+    ];
+    keys.into_iter().find(|(_, is_on)| *is_on).map(|(key, _)| key)
 }
 
 fn finish_lokr(network: &NetworkConfig, cx: &mut ReadContext) {

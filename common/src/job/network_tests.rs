@@ -107,6 +107,42 @@ fn a_number_that_multiplies_the_change_is_for_types_without_one() {
     }
 }
 
+/// Norms are trained as whole differences, of which nothing is dropped; LyCORIS drops them with `rank_dropout` and `module_dropout`.
+#[test]
+fn a_dropout_without_effect_on_norms_is_a_warning() {
+    let warnings = |keys: &str| -> Vec<String> {
+        let network = format!("network: {{type: loha, linear: 8, {keys}}}");
+        let text = MINIMAL.replace("network: {type: lora, linear: 8}", &network);
+        let loaded = load_yaml(&text).unwrap();
+        let warnings = loaded.warnings.iter().map(ToString::to_string);
+        warnings.filter(|warning| warning.contains("dropout")).collect()
+    };
+    for (dropout, norms) in [
+        ("rank_dropout", "network_kwargs: {train_norm: true, rank_dropout: 0.1}"),
+        (
+            "module_dropout",
+            "network_kwargs: {train_norm: true, module_dropout: 0.1}",
+        ),
+        (
+            "module_dropout",
+            "all_layers: true, network_kwargs: {module_dropout: 0.1}",
+        ),
+    ] {
+        let found = warnings(norms);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(
+            found[0].contains(&format!("network.network_kwargs.{dropout}: has no effect on what")),
+            "{found:?}"
+        );
+    }
+    for without in [
+        "network_kwargs: {train_norm: true, rank_dropout: 0}",
+        "network_kwargs: {rank_dropout: 0.1}",
+    ] {
+        assert!(warnings(without).is_empty(), "{without}");
+    }
+}
+
 #[test]
 fn ranks_of_layers_need_a_network_with_ranks() {
     let ranks = "layer_ranks: [{contains: attn1, linear: 0, conv_alpha: 2}]";
