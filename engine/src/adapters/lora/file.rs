@@ -5,6 +5,7 @@ use super::super::file_layer::{FileLayer, RoleTensors, Site};
 use super::super::joined::split;
 use super::super::keys::TensorRole;
 use super::super::names::NamedLayers;
+use super::super::stored_matrix::with_core;
 use super::super::weight_adapter::WeightAdapter;
 use super::layer::LoraLayer;
 use super::tensors::LoraTensors;
@@ -75,7 +76,8 @@ impl FileLayer for LoraTensors {
         Ok(split(whole, named)?.into_iter().map(each).collect())
     }
 
-    /// Tensors are reshaped if needed: some files store a linear layer as a 1x1 convolution, or the other way round.
+    /// Tensors are reshaped if needed: some files store a linear layer as a 1x1 convolution, or the other way round. Tucker's core is
+    /// multiplied with `down` here, once, because the numbers of a file do not change.
     fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
         let (dims, rank) = (site.weight.dims(), self.rank());
         let reshape_to = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
@@ -95,17 +97,26 @@ impl FileLayer for LoraTensors {
         let down_kernel = if self.mid.is_some() { &ones } else { &kernel };
         let down = reshape_to(&self.down, &weight_shape(rank, dims[1], down_kernel))?;
         let up = reshape_to(&self.up, &weight_shape(dims[0], rank, &ones))?;
-        let mid = match &self.mid {
-            // A linear layer has the core of a kernel of 1 x 1.
-            Some(mid) if kernel.is_empty() => Some(reshape_to(mid, &weight_shape(rank, rank, &[1, 1]))?),
-            Some(mid) => Some(reshape_to(mid, &weight_shape(rank, rank, &kernel))?),
-            None => None,
+        let down = match &self.mid {
+            Some(mid) => {
+                // A linear layer has the core of a kernel of 1 x 1.
+                let core_kernel = if kernel.is_empty() { &[1, 1][..] } else { &kernel };
+                let mid = reshape_to(mid, &weight_shape(rank, rank, core_kernel))?.as_detached_tensor();
+                let joined = down
+                    .as_detached_tensor()
+                    .flatten_from(1)
+                    .and_then(|down| with_core(&mid, &down))
+                    .and_then(|joined| joined.reshape(weight_shape(rank, dims[1], &kernel)))
+                    .and_then(|joined| Var::from_tensor(&joined));
+                joined.map_err(|error| error.to_string())?
+            }
+            None => down,
         };
         Ok(Arc::new(LoraLayer {
             name: site.name,
             down,
             up,
-            mid,
+            mid: None,
             alpha: self.alpha.unwrap_or(rank as f64) * self.scalar,
             scalar: None,
             dropout: Dropout::default(),
