@@ -407,6 +407,23 @@ fn a_file_of_another_type_or_form_is_an_error_that_says_what_to_do() {
         &mut tiny_sd(),
     );
     refused(&other, "network.lokr_factor");
+    // LyCORIS' order of the factors, which earlier imports did not write.
+    let in_order = |smaller_first: bool| {
+        let splits = LokrSplits {
+            smaller_first,
+            ..LokrSplits::default()
+        };
+        let eight = Lokr {
+            factor: Some(8),
+            splits,
+            ..SQUARE
+        };
+        attach(&eight, &full, &mut tiny_sd())
+    };
+    write(&in_order(false), &path, DType::F32);
+    refused(&in_order(true), "network_kwargs.smaller_factor_first");
+    write(&in_order(true), &path, DType::F32);
+    refused(&in_order(false), "network_kwargs.smaller_factor_first");
     let error = AdapterNetwork::attach_as(
         &Locon,
         &config(4, None),

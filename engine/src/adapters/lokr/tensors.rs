@@ -74,6 +74,11 @@ impl LokrTensors {
         }
     }
 
+    /// The sides of the first matrix: a and c.
+    pub(super) fn first_sides(&self) -> [usize; 2] {
+        self.first.sizes()
+    }
+
     /// The first matrix [a, c].
     fn first(&self) -> Result<Tensor> {
         let [a, c] = self.first.sizes();

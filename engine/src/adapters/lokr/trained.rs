@@ -10,6 +10,16 @@ use candle_core::{Device, Result, Tensor, Var};
 /// The name of the number that multiplies the change.
 const SCALAR: &str = "scalar";
 
+impl LokrLayer {
+    /// Whether the file splits a side of the weight into the same factors in the other order.
+    fn has_other_order(&self, file: &LokrTensors) -> Result<bool> {
+        let (first, second) = (self.first.tensor(false)?, self.second(false)?);
+        let ((a, c), [found_a, found_c]) = (first.dims2()?, file.first_sides());
+        let (b, d) = (second.dim(0)?, second.dim(1)?);
+        Ok((a != b && found_a == b) || (c != d && found_c == d))
+    }
+}
+
 impl TrainedLayer for LokrLayer {
     fn name(&self) -> &str {
         &self.name
@@ -100,9 +110,15 @@ impl TrainedLayer for LokrLayer {
         for (at, ((suffix, var), matrix)) in params.into_iter().zip(matrices).enumerate() {
             let (found, expected) = (matrix.dims(), var.dims());
             if matrix.elem_count() != var.elem_count() || found.first() != expected.first() {
+                let keys = match self.has_other_order(tensors) {
+                    Ok(true) => {
+                        "the factors of the file are in another order, so set `network.network_kwargs.smaller_factor_first` and \
+                         `unbalanced_factorization`"
+                    }
+                    _ => "set `network.lokr_factor`, `lokr_full_rank` and `linear`",
+                };
                 return Err(format!(
-                    "the file's `{suffix}` is {found:?}, that of this job {expected:?}: set `network.lokr_factor`, `lokr_full_rank` and \
-                     `linear` as they were for the file"
+                    "the file's `{suffix}` is {found:?}, that of this job {expected:?}: {keys} as they were for the file"
                 ));
             }
             let value = match at == last && ratio != 1.0 {
