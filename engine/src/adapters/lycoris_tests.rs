@@ -162,6 +162,53 @@ fn the_alpha_of_two_full_matrices_is_ignored() {
     }
 }
 
+#[test]
+fn a_damaged_lokr_is_refused() {
+    let refused = |changes: Vec<(&str, Tensor)>| {
+        let mut found = tensors("layers");
+        found.retain(|key, _| key.starts_with("linear_low_rank."));
+        for (suffix, tensor) in changes {
+            found.insert(format!("linear_low_rank.{suffix}"), tensor);
+        }
+        try_layers(&found).unwrap_err()
+    };
+    for alpha in [f32::INFINITY, f32::NAN] {
+        let message = refused(vec![("alpha", Tensor::new(alpha, &Device::Cpu).unwrap())]);
+        assert!(message.contains("the file is damaged"), "{message}");
+    }
+    let empty = |dims: (usize, usize)| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+    let message = refused(vec![("lokr_w2_a", empty((16, 0))), ("lokr_w2_b", empty((0, 12)))]);
+    assert_eq!(message, "its rank is 0");
+}
+
+/// As that of a LoRA or LoHa.
+#[test]
+fn a_scalar_in_a_file_multiplies_the_change_of_a_lokr() {
+    let x = input(&[64, 48]);
+    for name in ["linear_low_rank", "linear_both_low_rank"] {
+        let mut found = tensors("layers");
+        found.retain(|key, _| key.starts_with(&format!("{name}.")));
+        let half = (x.matmul(&found[&format!("{name}.delta")].t().unwrap()).unwrap() * 0.5).unwrap();
+        found.insert(format!("{name}.scalar"), Tensor::new(0.5f32, &Device::Cpu).unwrap());
+        let read = |found: &HashMap<String, Tensor>| {
+            let layer = &layers(found)[name];
+            layer.split(&named(&[64], false), &|_| None).unwrap().remove(0)
+        };
+        let layer = read(&found);
+        assert!(
+            gap(&change(&*layer, &[64, 48], &x), &half) / largest(&half) < 1e-5,
+            "{name}"
+        );
+        let written = layer.tensors().unwrap().into_iter();
+        let written = written.map(|(suffix, tensor)| (format!("{name}.{suffix}"), tensor));
+        let again = read(&written.collect());
+        assert!(
+            gap(&change(&*again, &[64, 48], &x), &half) / largest(&half) < 1e-5,
+            "{name}"
+        );
+    }
+}
+
 fn unet(model: &dyn Model) -> Tensor {
     let e = candle_core::safetensors::load(fixtures().join("lora/expected.safetensors"), &Device::Cpu).unwrap();
     let t = e["t"].to_dtype(DType::F32).unwrap();

@@ -17,6 +17,8 @@ pub(in super::super) struct LokrTensors {
     first: StoredMatrix,
     second: StoredMatrix,
     alpha: Option<f64>,
+    /// Multiplies the change (LyCORIS); 1 if absent.
+    scalar: f64,
     /// The ranges of rows of the product that the layer has, in its order; all if there are none.
     rows: Option<RowRanges>,
 }
@@ -56,22 +58,36 @@ impl LokrTensors {
             if matches!(&first, StoredMatrix::Full(matrix) if matrix.elem_count() != matrix.dims()[0] * matrix.dims()[1]) {
                 return Err("`lokr_w1` has more than two dimensions".to_owned());
             }
-            Ok(Self {
+            let layer = Self {
                 first,
                 second: second?,
                 alpha: found.alpha(),
+                scalar: found.numbers.get(&TensorRole::Scalar).copied().unwrap_or(1.0),
                 rows: None,
-            })
+            };
+            match (layer.rank(), layer.alpha) {
+                (Some(0), _) => Err("its rank is 0".to_owned()),
+                (Some(_), Some(alpha)) if !alpha.is_finite() => {
+                    Err(format!("its alpha is {alpha}: the file is damaged"))
+                }
+                _ => Ok(layer),
+            }
         });
         Some(layer.map(|layer| -> Arc<dyn FileLayer> { Arc::new(layer) }))
     }
 
+    /// The rank of the matrix that is a product; `None`: both are whole.
+    fn rank(&self) -> Option<usize> {
+        self.second.rank().or(self.first.rank())
+    }
+
     /// What the product of both matrices is multiplied with. Files of full matrices have an alpha that means nothing.
     pub(super) fn scale(&self) -> f64 {
-        match self.second.rank().or(self.first.rank()) {
+        let of_alpha = match self.rank() {
             Some(rank) => self.alpha.map_or(1.0, |alpha| alpha / rank as f64),
             None => 1.0,
-        }
+        };
+        self.scalar * of_alpha
     }
 
     /// The sides of the first matrix: a and c.
@@ -224,6 +240,13 @@ impl FileLayer for LokrTensors {
         let mut tensors = self.first.named(["lokr_w1", "lokr_w1_a", "lokr_w1_b", ""]);
         let second = ["lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"];
         tensors.extend(self.second.named(second));
+        if self.scalar != 1.0 {
+            for (suffix, tensor) in &mut tensors {
+                if ["lokr_w1", "lokr_w1_a"].contains(suffix) {
+                    *tensor = (&*tensor * self.scalar).map_err(|error| error.to_string())?;
+                }
+            }
+        }
         with_alpha(tensors, self.alpha, self.rows.as_ref())
     }
 
