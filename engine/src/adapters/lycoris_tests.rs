@@ -418,6 +418,35 @@ fn names_shapes_and_alphas_are_those_of_ai_toolkit() {
     assert_eq!(old.len(), dotted.len());
 }
 
+/// It scales the whole layer: programs take alpha / rank.
+#[test]
+fn an_alpha_is_saved_as_it_was_trained_with() {
+    let of_tenths = AdapterConfig {
+        alpha: 0.3,
+        ..config(2, None)
+    };
+    let lokr = Lokr {
+        factor: Some(2),
+        ..SQUARE
+    };
+    let types: [&dyn AdapterType; 3] = [&Lora, &Loha, &lokr];
+    for adapter in types {
+        let network = attach(adapter, &of_tenths, &mut tiny_sd());
+        let mut rounded = 0;
+        for (name, tensor) in network.tensors(DType::BF16).unwrap() {
+            if !name.ends_with(".alpha") {
+                assert_eq!(tensor.dtype(), DType::BF16, "{name}");
+                continue;
+            }
+            let alpha: f32 = tensor.to_dtype(DType::F32).unwrap().to_scalar().unwrap();
+            // That of whole matrices is the rank.
+            assert!([0.3, 2.0].contains(&alpha), "{adapter:?}: {name}: {alpha}");
+            rounded += usize::from(alpha == 0.3);
+        }
+        assert!(rounded > 0, "{adapter:?}");
+    }
+}
+
 #[test]
 fn a_file_of_another_type_or_form_is_an_error_that_says_what_to_do() {
     let dir = tempfile::tempdir().unwrap();

@@ -318,6 +318,13 @@ fn tensor_name(layer: &dyn TrainedLayer, suffix: &str) -> String {
     format!("{}.{suffix}", layer.name())
 }
 
+/// Whether a number is another one in this dtype, and not an infinite one.
+fn is_rounded(number: &Tensor, dtype: DType) -> Result<bool> {
+    let number = number.to_dtype(DType::F32)?;
+    let saved = number.to_dtype(dtype)?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+    Ok(saved.is_finite() && saved != number.to_scalar::<f32>()?)
+}
+
 /// Makes the adapters of a network, one for each target.
 struct NewTargets<'a> {
     adapter: &'a dyn AdapterType,
@@ -608,7 +615,8 @@ impl AdapterNetwork {
         Ok(())
     }
 
-    /// The tensors of an adapter file: weights and, where its names have them, alphas, in `dtype`, on the CPU.
+    /// The tensors of an adapter file: weights and, where its names have them, alphas, in `dtype`, on the CPU. An alpha that the dtype would
+    /// round is in float32, because it scales the whole layer.
     ///
     /// # Errors
     /// When the device fails.
@@ -616,8 +624,11 @@ impl AdapterNetwork {
         let mut out = BTreeMap::new();
         for TargetLayer { layer, .. } in &self.targets {
             for (suffix, tensor) in layer.saved()? {
-                let tensor = tensor.to_dtype(dtype)?.to_device(&Device::Cpu)?;
-                out.insert(format!("{}.{suffix}", layer.name()), tensor);
+                let tensor = match suffix == "alpha" && is_rounded(&tensor, dtype)? {
+                    true => tensor,
+                    false => tensor.to_dtype(dtype)?,
+                };
+                out.insert(format!("{}.{suffix}", layer.name()), tensor.to_device(&Device::Cpu)?);
             }
         }
         Ok(out)
