@@ -131,7 +131,9 @@ impl AdapterFile {
             };
         }
         let mut modules = Vec::with_capacity(layers.len());
-        for (stem, (layer, first_key)) in layers {
+        let peft = peft_metadata(&metadata);
+        for (stem, (mut layer, first_key)) in layers {
+            layer.peft = peft.as_ref().and_then(|peft| product_scale(peft, &stem));
             match read_layer(&layer) {
                 Some(Ok(tensors)) => modules.push(AdapterModule { stem, tensors }),
                 Some(Err(reason)) => return Err(file_error(format!("layer `{stem}`: {reason}"))),
@@ -158,10 +160,7 @@ impl AdapterFile {
     /// # Errors
     /// When such a layer has another size than those of the model.
     pub fn resolve(&self, index: &LayerIndex) -> Result<(FileLayers, Vec<String>)> {
-        let peft: Option<serde_json::Value> = self
-            .metadata
-            .get("lora_adapter_metadata")
-            .and_then(|text| serde_json::from_str(text).ok());
+        let peft = peft_metadata(&self.metadata);
         let mut resolved = BTreeMap::new();
         let mut unknown = self.unknown.clone();
         for module in &self.modules {
@@ -251,6 +250,29 @@ fn find_regex_pattern(metadata: &BTreeMap<String, String>) -> Option<String> {
         .cloned()
 }
 
+/// The metadata of peft, or of diffusers about its LoRAs.
+fn peft_metadata(metadata: &BTreeMap<String, String>) -> Option<serde_json::Value> {
+    serde_json::from_str(metadata.get("lora_adapter_metadata")?).ok()
+}
+
+/// The number of the first pattern (`alpha_pattern`, `rank_pattern`) that is the end of a layer's name.
+fn of_pattern(patterns: &serde_json::Value, name: &str) -> Option<f64> {
+    let mut patterns = patterns.as_object()?.iter();
+    let (_, number) = patterns.find(|(end, _)| name == end.as_str() || name.ends_with(&format!(".{end}")))?;
+    number.as_f64()
+}
+
+/// The alpha and the rank of a layer in peft's `adapter_config.json` of a LoKr or LoHa. peft multiplies a LoKr with alpha / rank also if both
+/// of its matrices are whole.
+fn product_scale(peft: &serde_json::Value, stem: &str) -> Option<[f64; 2]> {
+    let of = |key: &str, patterns: &str| {
+        let by_pattern = peft.get(patterns).and_then(|patterns| of_pattern(patterns, stem));
+        by_pattern.or_else(|| peft.get(key)?.as_f64())
+    };
+    let (alpha, rank) = (of("alpha", "alpha_pattern")?, of("r", "rank_pattern")?);
+    (rank > 0.0).then_some([alpha, rank])
+}
+
 /// Reads a layer's alpha from the metadata that diffusers writes (`unet.lora_alpha`, `unet.alpha_pattern`,
 /// `unet.use_rslora`), or from peft's `adapter_config.json` (`lora_alpha`).
 fn peft_alpha(peft: &serde_json::Value, (part, path): (&str, &str), rank: f64) -> Option<f64> {
@@ -259,14 +281,7 @@ fn peft_alpha(peft: &serde_json::Value, (part, path): (&str, &str), rank: f64) -
         let value = peft.get(format!("{part}.{key}")).or_else(|| peft.get(key));
         value.filter(|value| !value.is_null())
     };
-    let by_pattern = get("alpha_pattern")
-        .and_then(serde_json::Value::as_object)
-        .and_then(|patterns| {
-            patterns
-                .iter()
-                .find(|(p, _)| path == p.as_str() || path.ends_with(&format!(".{p}")))
-                .and_then(|(_, v)| v.as_f64())
-        });
+    let by_pattern = get("alpha_pattern").and_then(|patterns| of_pattern(patterns, path));
     let alpha = by_pattern.or_else(|| get("lora_alpha")?.as_f64())?;
     let rslora = get("use_rslora").and_then(serde_json::Value::as_bool).unwrap_or(false);
     Some(if rslora { alpha * rank.sqrt() } else { alpha })

@@ -20,6 +20,8 @@ pub(super) struct RoleTensors {
     pub(super) tensors: BTreeMap<TensorRole, Tensor>,
     /// Those of a single number.
     pub(super) numbers: BTreeMap<TensorRole, f64>,
+    /// The alpha and the rank that peft's `adapter_config.json` has for it, if that is of a LoKr or LoHa.
+    pub(super) peft: Option<[f64; 2]>,
 }
 
 impl RoleTensors {

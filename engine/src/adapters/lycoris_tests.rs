@@ -181,6 +181,72 @@ fn a_damaged_lokr_is_refused() {
     assert_eq!(message, "its rank is 0");
 }
 
+/// peft's own files have no alphas: `adapter_config.json` beside them has those, also for two whole matrices of a LoKr.
+#[test]
+fn files_of_peft_have_the_scale_of_their_config() {
+    let dir = tempfile::tempdir().unwrap();
+    let written = |file: HashMap<String, Tensor>, config: Option<&str>| {
+        let path = dir.path().join("adapter_config.json");
+        match config {
+            Some(config) => std::fs::write(&path, config).unwrap(),
+            None => std::fs::remove_file(&path).unwrap(),
+        }
+        candle_core::safetensors::save(&file, dir.path().join("adapter_model.safetensors")).unwrap();
+        AdapterFile::open(dir.path()).unwrap()
+    };
+    let of = |file: &AdapterFile, name: &str, dims: &[usize]| {
+        let stem = format!("base_model.model.{name}");
+        let module = file.modules.iter().find(|module| module.stem == stem).unwrap();
+        let layer = module
+            .tensors
+            .split(&named(&[dims[0]], false), &|_| None)
+            .unwrap()
+            .remove(0);
+        change(&*layer, dims, &input(dims))
+    };
+    let renamed = |found: &HashMap<String, Tensor>, from: &str, to: &str| -> HashMap<String, Tensor> {
+        let tensors = found.iter().filter_map(|(key, tensor)| {
+            let suffix = key.strip_prefix(from)?.strip_prefix('.')?;
+            let is_matrix = !["alpha", "delta"].contains(&suffix);
+            is_matrix.then(|| (format!("base_model.model.{to}.{suffix}"), tensor.clone()))
+        });
+        tensors.collect()
+    };
+
+    let found = tensors("layers");
+    let mut lokr = renamed(&found, "linear_full", "blocks.0.whole");
+    lokr.extend(renamed(&found, "linear_low_rank", "blocks.0.low"));
+    let config =
+        r#"{"peft_type": "LOKR", "r": 8, "alpha": 4, "rank_pattern": {"low": 2}, "alpha_pattern": {"0.low": 3.0}}"#;
+    let file = written(lokr.clone(), Some(config));
+    let whole = (of_delta(&found, "linear_full") * 0.5).unwrap();
+    assert!(gap(&of(&file, "blocks.0.whole", &[30, 24]), &whole) / largest(&whole) < 1e-5);
+    let alpha = f64::from(found["linear_low_rank.alpha"].to_scalar::<f32>().unwrap());
+    let low = (of_delta(&found, "linear_low_rank") * (3.0 / alpha)).unwrap();
+    assert!(gap(&of(&file, "blocks.0.low", &[64, 48]), &low) / largest(&low) < 1e-5);
+    assert!(!file.alpha_is_unknown());
+    assert!(written(lokr, None).alpha_is_unknown());
+
+    let found = tensors("types");
+    let dims = found["peft_loha_linear/weight"].dims().to_vec();
+    let mut loha = renamed(&found, "file/peft_loha_linear", "a");
+    let file = written(loha.clone(), Some(r#"{"peft_type": "LOHA", "r": 3, "alpha": 12}"#));
+    let by_config = of(&file, "a", &dims);
+    loha.insert(
+        "base_model.model.a.alpha".to_owned(),
+        Tensor::new(12f32, &Device::Cpu).unwrap(),
+    );
+    let file = written(loha, None);
+    let expected = of(&file, "a", &dims);
+    assert!(gap(&by_config, &expected) / largest(&expected) < 1e-5);
+}
+
+/// The change of a case for [`input`].
+fn of_delta(found: &HashMap<String, Tensor>, name: &str) -> Tensor {
+    let delta = &found[&format!("{name}.delta")];
+    input(delta.dims()).matmul(&delta.t().unwrap()).unwrap()
+}
+
 /// As that of a LoRA or LoHa.
 #[test]
 fn a_scalar_in_a_file_multiplies_the_change_of_a_lokr() {

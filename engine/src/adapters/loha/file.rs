@@ -47,13 +47,14 @@ impl LohaTensors {
             if first.rank() == Some(0) || second.rank() == Some(0) {
                 return Err("its rank is 0".to_owned());
             }
-            if let Some(alpha) = found.alpha().filter(|alpha| !alpha.is_finite()) {
+            let alpha = found.alpha().or(found.peft.map(|[alpha, _]| alpha));
+            if let Some(alpha) = alpha.filter(|alpha| !alpha.is_finite()) {
                 return Err(format!("its alpha is {alpha}: the file is damaged"));
             }
             Ok(Self {
                 first,
                 second,
-                alpha: found.alpha(),
+                alpha,
                 scalar: found.numbers.get(&TensorRole::Scalar).copied().unwrap_or(1.0),
             })
         });
@@ -117,7 +118,7 @@ impl FileLayer for LohaTensors {
     }
 
     fn lacks_alpha(&self) -> bool {
-        false
+        self.alpha.is_none()
     }
 
     fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {

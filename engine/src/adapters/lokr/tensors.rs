@@ -17,7 +17,7 @@ pub(in super::super) struct LokrTensors {
     first: StoredMatrix,
     second: StoredMatrix,
     alpha: Option<f64>,
-    /// Multiplies the change (LyCORIS); 1 if absent.
+    /// Multiplies the change (LyCORIS; of peft alpha / rank, if both matrices are whole); 1 if absent.
     scalar: f64,
     /// The ranges of rows of the product that the layer has, in its order; all if there are none.
     rows: Option<RowRanges>,
@@ -58,13 +58,19 @@ impl LokrTensors {
             if matches!(&first, StoredMatrix::Full(matrix) if matrix.elem_count() != matrix.dims()[0] * matrix.dims()[1]) {
                 return Err("`lokr_w1` has more than two dimensions".to_owned());
             }
-            let layer = Self {
+            let mut layer = Self {
                 first,
                 second: second?,
                 alpha: found.alpha(),
                 scalar: found.numbers.get(&TensorRole::Scalar).copied().unwrap_or(1.0),
                 rows: None,
             };
+            if let (None, Some([alpha, rank])) = (layer.alpha, found.peft) {
+                match layer.rank() {
+                    Some(_) => layer.alpha = Some(alpha),
+                    None => layer.scalar *= alpha / rank,
+                }
+            }
             match (layer.rank(), layer.alpha) {
                 (Some(0), _) => Err("its rank is 0".to_owned()),
                 (Some(_), Some(alpha)) if !alpha.is_finite() => {
@@ -184,7 +190,7 @@ impl FileLayer for LokrTensors {
     }
 
     fn lacks_alpha(&self) -> bool {
-        false
+        self.alpha.is_none()
     }
 
     fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
