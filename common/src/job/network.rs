@@ -64,7 +64,7 @@ section! {
         /// With `dora_wd`: a magnitude for each output of a layer; false: for each input.
         wd_on_out: bool = true, Works;
         /// A trained number multiplies the change of each layer; it starts at 0, so that no matrix does, as LyCORIS' `use_scalar` (ours). For
-        /// `lokr` and `loha`; `locon` has it always.
+        /// `lora`, `lokr` and `loha`; `locon` has it always.
         use_scalar: bool = false, Works;
         /// Also train differences of the norms, as `all_layers`, with LyCORIS' names in files: `….w_norm` and `….b_norm` (ours).
         train_norm: bool = false, Works;
@@ -384,18 +384,18 @@ fn check_lokr_splits(network: &NetworkConfig, cx: &mut ReadContext) {
 }
 
 fn check_scalar(network: &NetworkConfig, cx: &mut ReadContext) {
-    use NetworkType::{Locon, Loha, Lokr, Lycoris};
+    use NetworkType::{Dora, Fullrank, Locon, Lycoris};
     if !network.network_kwargs.use_scalar {
         return;
     }
     let key = "network_kwargs.use_scalar";
-    if !matches!(network.kind, Lokr | Loha | Locon | Lycoris) {
+    if matches!(network.kind, Dora | Fullrank) {
         let message = format!(
-            "is for `type: lokr` and `loha`, and not for `type: {}`: remove it; `type: locon` is a LoRA of U-Nets with such a number",
+            "is for `type: lora`, `lokr` and `loha`, and not for `type: {}`: remove it",
             network.kind
         );
         cx.error_at(key, message);
-    } else if matches!(network.kind, Lokr | Loha) && network.scale_weight_norms.is_some() {
+    } else if !matches!(network.kind, Locon | Lycoris) && network.scale_weight_norms.is_some() {
         cx.error_at(
             "scale_weight_norms",
             "cannot be used together with `network_kwargs.use_scalar`: remove one of them",

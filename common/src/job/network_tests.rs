@@ -86,19 +86,19 @@ fn matrices_are_split_of_a_lokr_alone() {
 }
 
 #[test]
-fn a_number_that_multiplies_the_change_is_for_types_without_one() {
+fn a_number_that_multiplies_the_change_is_for_types_of_products() {
     let on = "network_kwargs: {use_scalar: true}";
-    for kind in ["lokr", "loha", "locon"] {
+    for kind in ["lora", "lokr", "loha", "locon"] {
         assert_eq!(problem(kind, on), None, "{kind}");
     }
-    for kind in ["lora", "dora", "fullrank"] {
+    for kind in ["dora", "fullrank"] {
         let found = problem(kind, on).unwrap();
         assert!(
-            found.contains("network_kwargs.use_scalar: is for `type: lokr` and `loha`"),
+            found.contains("network_kwargs.use_scalar: is for `type: lora`, `lokr` and `loha`"),
             "{found}"
         );
     }
-    for kind in ["lokr", "loha"] {
+    for kind in ["lora", "lokr", "loha"] {
         let found = problem(kind, &format!("scale_weight_norms: 1, {on}")).unwrap();
         assert!(
             found.contains("network.scale_weight_norms: cannot be used together with"),

@@ -90,9 +90,7 @@ pub(super) fn lycoris_rank_dropout(import: &mut Import<'_>, arguments: &Argument
 /// LyCORIS: `algo` and what belongs to it.
 pub(super) fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64, network: &mut Section) {
     let algo = algorithm(arguments);
-    let scalar = arguments.is_not_false("use_scalar");
     let kind = match algo.as_str() {
-        "lora" | "locon" if scalar => "locon",
         "lora" | "locon" | "" => "lora",
         "loha" => "loha",
         "lokr" => "lokr",
@@ -241,7 +239,7 @@ pub(super) fn lycoris_kwargs(import: &mut Import<'_>, arguments: &Arguments, net
             kwargs.insert("smaller_factor_first".into(), json!(true));
         }
     }
-    if arguments.is_not_false("use_scalar") && network.get("type") != Some(&json!("locon")) {
+    if arguments.is_not_false("use_scalar") {
         kwargs.insert("use_scalar".into(), json!(true));
     }
     if arguments.is_not_false("train_norm") {

@@ -72,10 +72,7 @@ const TRANSLATED: &[(&str, &str)] = &[
         "`network.lokr_factor`, and `network.network_kwargs.smaller_factor_first`, as LyCORIS",
     ),
     ("full_matrix", "`network.lokr_full_rank`"),
-    (
-        "use_scalar",
-        "with algo lora or locon: `network.type: locon`; with loha and lokr `network.network_kwargs.use_scalar`",
-    ),
+    ("use_scalar", "of LyCORIS: `network.network_kwargs.use_scalar`"),
     ("train_blocks", "FLUX.1: `network.network_kwargs.only_if_contains`"),
     (
         "train_double_block_indices",

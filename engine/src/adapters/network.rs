@@ -39,7 +39,7 @@ pub struct AdapterConfig {
     pub tucker: bool,
     /// The scale is alpha / sqrt(rank) in place of alpha / rank (LyCORIS' `rs_lora`).
     pub rank_stabilised: bool,
-    /// A trained number multiplies the change of each LoKr and LoHa (LyCORIS' `use_scalar`).
+    /// A trained number multiplies the change of each LoRA, LoKr and LoHa (LyCORIS' `use_scalar`).
     pub scalar: bool,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,

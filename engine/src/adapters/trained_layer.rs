@@ -63,7 +63,7 @@ pub struct NewLayer<'a> {
     pub tucker: bool,
     /// Whether the alpha is that of a scale alpha / sqrt(rank), so that it is times sqrt(rank).
     pub rank_stabilised: bool,
-    /// Whether a trained number multiplies the change of a LoKr or LoHa. It starts at zero, so that no matrix does.
+    /// Whether a trained number multiplies the change of a LoRA, LoKr or LoHa. It starts at zero, so that no matrix does.
     pub scalar: bool,
     pub(super) handle: &'a Arc<AdapterHandle>,
 }

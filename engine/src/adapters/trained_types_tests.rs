@@ -602,7 +602,8 @@ fn a_trained_number_multiplies_the_change() {
         },
         ..Lokr::SQUARE
     };
-    let types: [(&str, &dyn AdapterType); 4] = [
+    let types: [(&str, &dyn AdapterType); 5] = [
+        ("LoRA", &Lora),
         ("LoHa", &Loha),
         ("LoKr", &square),
         ("LoKr of other sides", &narrow),

@@ -53,7 +53,7 @@ pub(in crate::plan) struct AdapterOptions {
     pub(in crate::plan) dropout: bool,
     /// Whether larger convolutions have Tucker's decomposition.
     pub(in crate::plan) tucker: bool,
-    /// Whether a trained number multiplies the change of each LoKr and LoHa (`use_scalar`).
+    /// Whether a trained number multiplies the change of each layer (`use_scalar`).
     pub(in crate::plan) scalar: bool,
     /// The magnitudes of weights that are decomposed (`dora_wd`).
     pub(in crate::plan) magnitudes: Option<MagnitudeSide>,
@@ -462,6 +462,7 @@ impl Builder {
             AdapterKind::Loha => AdapterForm::Hadamard,
             AdapterKind::Difference => AdapterForm::Difference,
         };
+        let has_factors = !matches!(form, AdapterForm::Magnitude | AdapterForm::Difference);
         let has_core = match form {
             AdapterForm::LowRank | AdapterForm::Hadamard => true,
             AdapterForm::Kron(kron) => kron.rank.is_some(),
@@ -472,7 +473,7 @@ impl Builder {
             dropout: options.dropout,
             drops_inputs: options.drops_inputs,
             core: options.tucker && sizes.kernel > 1.0 && has_core,
-            has_scalar: is_locon || (options.scalar && matches!(form, AdapterForm::Kron(_) | AdapterForm::Hadamard)),
+            has_scalar: is_locon || (options.scalar && has_factors),
             magnitudes: match (form, options.magnitudes) {
                 (AdapterForm::Magnitude | AdapterForm::Difference, _) | (_, None) => 0.0,
                 (_, Some(MagnitudeSide::Outputs)) => sizes.outputs,

@@ -419,7 +419,7 @@ fn flags_of_lycoris_are_on_whatever_their_text_is_but_false() {
     }
 }
 
-/// `use_scalar` of LyCORIS' modules. Its LoCon is that of ai-toolkit, which always has one.
+/// `use_scalar` of LyCORIS' modules. `type: locon` would leave out the layers outside of the blocks.
 #[test]
 fn changes_have_a_trained_number_as_of_lycoris() {
     let sd = base(Script::TrainNetwork).replace("networks.lora", "lycoris.kohya");
@@ -428,10 +428,10 @@ fn changes_have_a_trained_number_as_of_lycoris() {
         let text = format!("{sd}network_train_unet_only = true\n{lines}\n");
         import_in(folder.path(), &text, Some(Script::TrainNetwork))
     };
-    for (algo, kind, has_key) in [
-        ("locon", NetworkType::Locon, false),
-        ("loha", NetworkType::Loha, true),
-        ("lokr", NetworkType::Lokr, true),
+    for (algo, kind) in [
+        ("locon", NetworkType::Lora),
+        ("loha", NetworkType::Loha),
+        ("lokr", NetworkType::Lokr),
     ] {
         let lines = format!("network_args = [\"algo={algo}\", \"use_scalar=True\"]");
         let imported = import(&lines).unwrap();
@@ -439,7 +439,7 @@ fn changes_have_a_trained_number_as_of_lycoris() {
         let network = network.unwrap();
         assert_eq!(
             (network.kind, network.network_kwargs.use_scalar),
-            (kind, has_key),
+            (kind, true),
             "{algo}"
         );
         let errors = import(&format!("scale_weight_norms = 1\n{lines}")).unwrap_err();

@@ -24,7 +24,7 @@ pub struct LoraLayer {
     pub mid: Option<Var>,
     /// The scale of the update is alpha / rank.
     pub alpha: f64,
-    /// A number that is trained too and multiplies the update (LoCon).
+    /// A number that is trained too and multiplies the update.
     pub scalar: Option<Var>,
     /// What training drops.
     pub dropout: Dropout,

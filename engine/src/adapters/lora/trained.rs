@@ -21,11 +21,18 @@ pub struct Lora;
 
 impl AdapterType for Lora {
     /// `down` is Kaiming-uniform with a = sqrt(5), that is uniform in ±1/sqrt(fan_in), as the core of Tucker's decomposition, and `up` is
-    /// zero.
+    /// zero. With a scalar, which is zero, `up` is uniform in ±1/sqrt(rank), as in LyCORIS.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
-        Ok(Arc::new(new_layer(new, generator, |_, _, new, dims| {
-            Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?)
-        })?))
+        let scalar = new.new_scalar()?;
+        let mut layer = new_layer(new, generator, |generator, rank, new, dims| match new.scalar {
+            true => {
+                let bound = (1.0 / rank.max(1) as f64).sqrt() as f32;
+                new.variable(generator.uniform(dims.iter().product(), -bound, bound), dims)
+            }
+            false => Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?),
+        })?;
+        layer.scalar = scalar;
+        Ok(Arc::new(layer))
     }
 }
 
@@ -112,6 +119,12 @@ impl TrainedLayer for LoraLayer {
     /// As `apply_max_norm_regularization` in `networks/lora.py` of sd-scripts. The norm of `up * down` comes from two matrices of rank x
     /// rank, without the product.
     fn limit_norm(&self, max: f64) -> Result<()> {
+        if self.scalar.is_some() {
+            candle_core::bail!(
+                "the norm of {} has no limit, because a trained number multiplies it",
+                self.name
+            );
+        }
         let (down, up) = (self.down_with_core()?, self.up.as_detached_tensor());
         let (rows, columns) = (down.flatten_from(1)?, up.flatten_from(1)?);
         let norm = (norm_of_product(&columns, &rows)? * (self.alpha / self.rank() as f64).abs())?;

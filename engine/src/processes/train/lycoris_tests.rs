@@ -165,6 +165,7 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (decomposed(NetworkType::Lokr, true), OptimizerName::AdamW8Bit),
         (with_scalar(NetworkType::Loha), OptimizerName::AdamW8Bit),
         (with_scalar(NetworkType::Lokr), OptimizerName::Adafactor),
+        (with_scalar(NetworkType::Lora), OptimizerName::AdamW),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
         (with_layer_ranks(NetworkType::Lora), OptimizerName::AdamW),
     ]) {
@@ -423,7 +424,7 @@ fn the_planner_counts_the_numbers_that_are_trained() {
             lokr_full_rank: true,
             ..decomposed(NetworkType::Lokr, true)
         });
-        networks.extend([NetworkType::Loha, NetworkType::Lokr].map(with_scalar));
+        networks.extend([NetworkType::Lora, NetworkType::Loha, NetworkType::Lokr].map(with_scalar));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_differences));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_layer_ranks));
         networks.extend([NetworkType::Lora, NetworkType::Lokr].map(|kind| NetworkConfig {
