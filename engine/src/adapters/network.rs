@@ -275,6 +275,10 @@ pub struct LoadReport {
     pub unknown: Vec<String>,
     /// The number of layers whose rank differed and was padded or cut. A saved optimizer state does not fit them.
     pub resized: usize,
+    /// The number of layers whose alpha / rank is another one in the file, beside which its matrices are used as they are.
+    pub other_strengths: usize,
+    /// What the strength of the first of them is multiplied with.
+    pub first_other_strength: Option<f64>,
 }
 
 /// Checks that the settings can be used for these parts, whatever their layers.
@@ -664,6 +668,8 @@ impl AdapterNetwork {
                     ),
                 })?;
             report.resized += usize::from(found.resized);
+            report.other_strengths += usize::from(found.other_strength.is_some());
+            report.first_other_strength = report.first_other_strength.or(found.other_strength);
             report.loaded += 1;
             updates.extend(found.values);
         }

@@ -311,7 +311,7 @@ fn weights_of_another_rank_are_padded_or_cut() {
         },
     );
     let report = large.load(&file).unwrap();
-    assert_eq!(report.resized, large.layers());
+    assert_eq!((report.resized, report.other_strengths), (large.layers(), 0));
     let e = expected();
     assert!(gap(&unet(&bigger, &e), &unet(&sd, &e)) < 1e-5);
     // Every row can be trained: where `up` is zero, `down` is not.
@@ -325,6 +325,12 @@ fn weights_of_another_rank_are_padded_or_cut() {
         .load(&file)
         .unwrap();
     assert!(report.resized > 0);
+    // The file's are 2 / 4 of linear layers, and 3 / 3 of convolutions.
+    let report = attach(&mut model(), &AdapterConfig { alpha: 6.0, ..config() })
+        .load(&file)
+        .unwrap();
+    assert!(report.other_strengths > 0 && report.other_strengths < large.layers());
+    assert!((report.first_other_strength.unwrap() - 3.0).abs() < 1e-9);
 }
 
 #[test]

@@ -193,4 +193,6 @@ pub struct Values<'a> {
     pub values: Vec<(&'a Var, Tensor)>,
     /// Whether the rank differed.
     pub resized: bool,
+    /// What the strength of the file's change is multiplied with, because its matrices are used as they are beside another alpha / rank.
+    pub other_strength: Option<f64>,
 }

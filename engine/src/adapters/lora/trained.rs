@@ -71,6 +71,18 @@ pub(crate) fn new_layer(
     })
 }
 
+impl LoraLayer {
+    /// What the strength of a file's change is multiplied with, whose matrices are used beside the alpha of this job. As ai-toolkit and
+    /// sd-scripts, the job's alpha counts where names have one. `None`: both are the same, but for the rounding of the file's alpha.
+    fn other_strength(&self, file: &LoraTensors) -> Option<f64> {
+        let file_rank = file.rank() as f64;
+        let of_file = file.alpha.unwrap_or(file_rank) / file_rank;
+        let ratio = self.alpha / self.rank() as f64 / of_file;
+        let is_other = self.names == AdapterNames::Kohya && (ratio - 1.0).abs() > 0.01;
+        (is_other && ratio.is_finite()).then_some(ratio)
+    }
+}
+
 impl TrainedLayer for LoraLayer {
     fn name(&self) -> &str {
         &self.name
@@ -179,7 +191,10 @@ impl TrainedLayer for LoraLayer {
         if scale != 1.0 {
             up = (up * scale).map_err(failed)?;
         }
-        let mut found = Values::default();
+        let mut found = Values {
+            other_strength: self.other_strength(tensors),
+            ..Values::default()
+        };
         if let (Some(mid), Some(tensor)) = (&self.mid, &tensors.mid) {
             let value = tensor.reshape(mid.shape()).and_then(|t| t.to_device(mid.device()));
             found.values.push((mid, value.map_err(failed)?));

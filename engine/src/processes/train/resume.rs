@@ -34,6 +34,20 @@ pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64
     checkpoint.state().get("seed")?.as_u64()
 }
 
+/// The error about a file of an adapter that is the newest save.
+fn as_newest_save(error: EngineError) -> EngineError {
+    match error {
+        EngineError::WeightsFile { path, reason } => EngineError::WeightsFile {
+            path,
+            reason: format!(
+                "{reason}. It is the newest save of the run folder, with whose weights the training goes on: undo the change of the config, \
+                 move it away, or give the run another `config.name`"
+            ),
+        },
+        other => other,
+    }
+}
+
 /// Whether the run has reached its last step already.
 pub(super) fn has_all_steps(spec: &AttemptSpec, folder: &RunFolder, steps: u64) -> bool {
     let newest = match &spec.resume_from {
@@ -170,7 +184,7 @@ impl Run<'_> {
                 })?;
                 self.trainer = self.new_trainer()?;
             }
-            TrainedParameters::Adapter(_) => self.load_lora(&path, cx)?,
+            TrainedParameters::Adapter(_) => self.load_lora(&path, cx).map_err(as_newest_save)?,
             TrainedParameters::Embedding(word) => {
                 word.load(&path)?;
                 self.trainer = self.new_trainer()?;
@@ -231,6 +245,17 @@ impl Run<'_> {
                 format!(
                     "{} layers have another rank: their weights are truncated or extended with new rows",
                     report.resized
+                ),
+            );
+        }
+        if let Some(factor) = report.first_other_strength {
+            cx.log(
+                "warn",
+                format!(
+                    "{} layers have another alpha / rank in {}: as in ai-toolkit, their matrices are used as they are, so that the change of \
+                     the first one has {factor:.3} times its strength; `network.linear_alpha` and `conv_alpha` set it",
+                    report.other_strengths,
+                    path.display()
                 ),
             );
         }

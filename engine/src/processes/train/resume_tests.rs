@@ -6,6 +6,7 @@ use super::transformer_test_runs::tensors;
 use crate::processes::{StopSignal, run};
 use crate::testing::{gap, in_own_folder};
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
+use aitk_common::job::network::NetworkType;
 use aitk_common::job::optimizer::OptimizerName;
 use std::path::Path;
 
@@ -313,6 +314,27 @@ fn after_a_change_of_rank_the_weights_are_used_with_a_fresh_optimizer() {
     let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("another rank"), "{}", logs(&events));
+    assert!(logs(&events).contains("another alpha / rank"), "{}", logs(&events));
+}
+
+#[test]
+fn a_save_of_another_network_is_an_error_that_says_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    stop_at(&spec(process.clone()), 5);
+    process.network.as_mut().unwrap().kind = NetworkType::Loha;
+    let (outcome, events) = run_spec(&spec(process));
+    let Outcome::Failed { cause, message } = outcome else {
+        panic!("{outcome:?}: {}", logs(&events));
+    };
+    assert_eq!(cause, FailureCause::BadInput);
+    for part in [
+        "has a LoRA of it, and this job trains a LoHa",
+        "newest save of the run folder",
+        "config.name",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
 }
 
 /// Neither starts a run with the weights of a checkpoint at step 0, nor one beside the checkpoints of later steps.
