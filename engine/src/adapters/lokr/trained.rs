@@ -113,7 +113,7 @@ impl TrainedLayer for LokrLayer {
                 let keys = match self.has_other_order(tensors) {
                     Ok(true) => {
                         "the factors of the file are in another order, so set `network.network_kwargs.smaller_factor_first` and \
-                         `unbalanced_factorization`"
+                         `unbalanced_factorization` (of a config of sd-scripts: in the YAML config that `aitk import` writes)"
                     }
                     _ => "set `network.lokr_factor`, `lokr_full_rank` and `linear`",
                 };
