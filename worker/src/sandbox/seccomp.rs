@@ -11,6 +11,18 @@ use seccompiler::{
 };
 use std::collections::BTreeMap;
 
+/// Calls of Linux 6.13 and 6.17, which libc does not name yet; new calls have the same number on every architecture.
+const SYS_SETXATTRAT: libc::c_long = 463;
+const SYS_REMOVEXATTRAT: libc::c_long = 466;
+const SYS_FILE_SETATTR: libc::c_long = 469;
+
+/// Commands of `fcntl`, and requests of `ioctl`, that set which process a file sends signals to, and which signal.
+const F_SETOWN: u64 = 8;
+const F_SETSIG: u64 = 10;
+const F_SETOWN_EX: u64 = 15;
+const FIOSETOWN: u64 = 0x8901;
+const SIOCSPGRP: u64 = 0x8902;
+
 /// Calls that are denied with any arguments: no attempt needs them.
 const DENIED_CALLS: &[libc::c_long] = &[
     libc::SYS_execveat,
@@ -49,6 +61,31 @@ const DENIED_CALLS: &[libc::c_long] = &[
     libc::SYS_lsetxattr,
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
+    SYS_SETXATTRAT,
+    SYS_REMOVEXATTRAT,
+    SYS_FILE_SETATTR,
+    // Which files appear in a folder, and their names: Landlock does not restrict who watches it.
+    libc::SYS_inotify_add_watch,
+    // Memory, messages and semaphores that processes of one user share, and that exist until the system restarts.
+    libc::SYS_shmget,
+    libc::SYS_shmat,
+    libc::SYS_shmctl,
+    libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
+    libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
+    libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
+    // Leaving the process group of the attempt, which the daemon kills when the attempt ends.
+    libc::SYS_setsid,
+    libc::SYS_setpgid,
+    // Slowing down other processes of the user.
+    libc::SYS_setpriority,
+    libc::SYS_ioprio_set,
     // Landlock restricts it only since its third version.
     libc::SYS_truncate,
     // Namespaces and mounts.
@@ -85,18 +122,12 @@ const DENIED_CALLS: &[libc::c_long] = &[
     libc::SYS_vhangup,
 ];
 
-/// Starting a program. The driver starts one only to create missing device files, which the daemon's own device probe
-/// already did; so only an attempt with an extension may.
-const STARTING_PROGRAMS: &[libc::c_long] = &[libc::SYS_execve];
-
-/// Calls that an attempt with an extension may not make either. With the first two a program leaves the process group of
-/// the attempt, which the daemon kills when the attempt ends; with the others it slows down other processes of the user.
-const DENIED_TO_EXTENSIONS: &[libc::c_long] = &[
-    libc::SYS_setsid,
-    libc::SYS_setpgid,
-    libc::SYS_setpriority,
-    libc::SYS_ioprio_set,
-];
+/// Starting a program or a process. The driver starts one only to create missing device files, which the daemon's own device
+/// probe already did; so only an attempt with an extension may. Elsewhere processes are started with `clone`.
+#[cfg(target_arch = "x86_64")]
+const STARTING_PROCESSES: &[libc::c_long] = &[libc::SYS_execve, libc::SYS_fork, libc::SYS_vfork];
+#[cfg(not(target_arch = "x86_64"))]
+const STARTING_PROCESSES: &[libc::c_long] = &[libc::SYS_execve];
 
 /// Older calls that only this architecture has.
 #[cfg(target_arch = "x86_64")]
@@ -170,15 +201,11 @@ fn deny_x32() -> [sock_filter; 3] {
 }
 
 fn denied_calls(device: DeviceKind, starts_programs: bool) -> Result<CallRules, seccompiler::BackendError> {
-    let about_programs = if starts_programs {
-        DENIED_TO_EXTENSIONS
-    } else {
-        STARTING_PROGRAMS
-    };
+    let starting: &[libc::c_long] = if starts_programs { &[] } else { STARTING_PROCESSES };
     let mut rules: CallRules = DENIED_CALLS
         .iter()
         .chain(DENIED_CALLS_OF_ARCHITECTURE)
-        .chain(about_programs)
+        .chain(starting)
         .map(|call| (*call, Vec::new()))
         .collect();
     // Modes and owners of open files: the caches belong to the same user. Libraries of drivers may need these calls.
@@ -208,7 +235,13 @@ fn denied_calls(device: DeviceKind, starts_programs: bool) -> Result<CallRules, 
         }
     }
     rules.insert(libc::SYS_socket, sockets);
-    rules.insert(libc::SYS_socketpair, vec![rule(vec![is_not(0, unix)?])?]);
+    // A datagram socket of a pair can still send to the path of any other one, without `connect`.
+    let mut pairs = vec![rule(vec![is_not(0, unix)?])?];
+    for kind in [libc::SOCK_DGRAM, libc::SOCK_RAW] {
+        let is_kind = condition(1, SeccompCmpOp::MaskedEq(0xf), u64::from(kind.unsigned_abs()))?;
+        pairs.push(rule(vec![is_kind])?);
+    }
+    rules.insert(libc::SYS_socketpair, pairs);
 
     // Signals only to itself.
     let own_pid = u64::from(std::process::id());
@@ -221,8 +254,35 @@ fn denied_calls(device: DeviceKind, starts_programs: bool) -> Result<CallRules, 
         rules.insert(call, vec![rule(vec![is_not(0, own_pid)?])?]);
     }
 
+    // The owner of an open file gets a signal when the file has data: another way to send any signal to any process.
+    let is = |index: u8, value: u64| condition(index, SeccompCmpOp::Eq, value);
+    let commands = [F_SETOWN, F_SETSIG, F_SETOWN_EX].map(|command| rule(vec![is(1, command)?]));
+    rules.insert(libc::SYS_fcntl, commands.into_iter().collect::<Result<Vec<_>, _>>()?);
+    let requests = [FIOSETOWN, SIOCSPGRP].map(|request| rule(vec![is(1, request)?]));
+    rules.insert(libc::SYS_ioctl, requests.into_iter().collect::<Result<Vec<_>, _>>()?);
+
     // Limits only of itself; the daemon belongs to the same user.
     rules.insert(libc::SYS_prlimit64, vec![rule(vec![is_not(0, 0)?])?]);
+
+    // The same of scheduling and CPUs. Libraries of drivers, and those of programs, set them for their threads, whose ids
+    // are not known here.
+    if device == DeviceKind::Cpu && !starts_programs {
+        for call in [
+            libc::SYS_sched_setaffinity,
+            libc::SYS_sched_setattr,
+            libc::SYS_sched_setparam,
+            libc::SYS_sched_setscheduler,
+        ] {
+            rules.insert(call, vec![rule(vec![is_not(0, 0)?])?]);
+        }
+    }
+
+    // The kernel kills this process when its daemon ends. It may not change that, and has no children, which the kernel
+    // would not kill. An attempt with an extension sets the same for its program.
+    if !starts_programs {
+        let signal_at_end = u64::from(libc::PR_SET_PDEATHSIG.unsigned_abs());
+        rules.insert(libc::SYS_prctl, vec![rule(vec![is(0, signal_at_end)?])?]);
+    }
 
     // Threads are allowed, namespaces are not.
     let namespaces = [
@@ -235,7 +295,12 @@ fn denied_calls(device: DeviceKind, starts_programs: bool) -> Result<CallRules, 
         libc::CLONE_NEWUTS,
     ];
     let namespaces = namespaces.map(|flag| rule(vec![has(0, u64::from(flag.unsigned_abs()))?]));
-    rules.insert(libc::SYS_clone, namespaces.into_iter().collect::<Result<Vec<_>, _>>()?);
+    let mut clone = namespaces.into_iter().collect::<Result<Vec<_>, _>>()?;
+    if !starts_programs {
+        let is_thread = u64::from(libc::CLONE_THREAD.unsigned_abs());
+        clone.push(rule(vec![condition(0, SeccompCmpOp::MaskedEq(is_thread), 0)?])?);
+    }
+    rules.insert(libc::SYS_clone, clone);
 
     // File times may be set for open files, not by path.
     let by_path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;

@@ -9,11 +9,16 @@
 
 use super::{SandboxRules, apply, measure};
 use aitk_common::capability::DeviceKind;
+use nix::libc;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use nix::sys::signal::Signal;
+use nix::unistd::{ForkResult, Pid};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -61,6 +66,28 @@ fn print_result<T>(trial: &str, result: io::Result<T>) {
     println!("TRIAL {trial} -> {result}");
 }
 
+/// Makes a system call with these arguments, none of which is a valid pointer.
+#[expect(unsafe_code, reason = "the libraries of this crate do not have these calls")]
+fn system_call(number: libc::c_long, arguments: [libc::c_long; 3]) -> io::Result<()> {
+    let [first, second, third] = arguments;
+    // SAFETY: the kernel writes to no memory, because no argument is a valid pointer.
+    match unsafe { libc::syscall(number, first, second, third) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// Starts a process that ends at once.
+#[expect(unsafe_code, reason = "the standard library only starts programs")]
+fn start_process() -> io::Result<()> {
+    // SAFETY: the new process makes one system call, which ends it.
+    match unsafe { nix::unistd::fork() }? {
+        // SAFETY: it ends the process.
+        ForkResult::Child => unsafe { libc::_exit(0) },
+        ForkResult::Parent { .. } => Ok(()),
+    }
+}
+
 /// Makes a folder with inputs, the attempt's own folders, and files of others.
 fn make_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -86,6 +113,8 @@ fn confined_process() {
     let at = |name: &str| root.join(name);
     // Created before this process is confined.
     let _listener = UnixListener::bind(at("others/socket")).unwrap();
+    let _receiver = UnixDatagram::bind(at("others/datagrams")).unwrap();
+    let pipe = io::pipe().unwrap();
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = tcp.local_addr().unwrap();
     let parent = std::os::unix::process::parent_id();
@@ -132,6 +161,7 @@ fn confined_process() {
         std::thread::Builder::new().spawn(|| ()).map(|thread| thread.join()),
     );
     print_result("own: libraries", fs::read_dir("/usr/lib"));
+    print_result("own: pair of sockets", UnixStream::pair());
 
     // Files.
     print_result("read another's file", fs::read(at("others/token")));
@@ -179,6 +209,17 @@ fn confined_process() {
             opened.and_then(|file| file.set_permissions(fs::Permissions::from_mode(0o600))),
         );
     }
+    // Calls of newer kernels. The filter refuses them on older ones too.
+    for (trial, number) in [
+        ("set an attribute by path", 463),
+        ("remove an attribute by path", 466),
+        ("set attributes of a file by path", 469),
+    ] {
+        print_result(trial, system_call(number, [-1, 0, 0]));
+    }
+    let watch = Inotify::init(InitFlags::IN_CLOEXEC);
+    let watch = watch.and_then(|watch| watch.add_watch(&at("others"), AddWatchFlags::IN_ALL_EVENTS));
+    print_result("watch a folder of others", watch.map_err(io::Error::from));
     print_result("change the kernel", fs::write("/proc/sys/vm/swappiness", "1"));
 
     // Network.
@@ -186,9 +227,45 @@ fn confined_process() {
     print_result("listen", TcpListener::bind("127.0.0.1:0"));
     print_result("datagrams", UdpSocket::bind("127.0.0.1:0"));
     print_result("connect to a local socket", UnixStream::connect(at("others/socket")));
+    let pair = UnixDatagram::pair();
+    let sent = pair.and_then(|(socket, _)| socket.send_to(b"x", at("others/datagrams")));
+    print_result("send a datagram to a local socket", sent);
 
     // Other processes, and the system.
-    let daemon = nix::unistd::Pid::from_raw(i32::try_from(parent).unwrap());
+    let daemon = Pid::from_raw(i32::try_from(parent).unwrap());
+    print_result("start a process", start_process());
+    for (trial, number) in [
+        ("share memory with others", libc::SYS_shmget),
+        ("attach memory of others", libc::SYS_shmat),
+        ("make a queue of messages", libc::SYS_msgget),
+        ("make a semaphore", libc::SYS_semget),
+        ("remove a queue of messages", libc::SYS_mq_unlink),
+        ("change priorities", libc::SYS_setpriority),
+    ] {
+        print_result(trial, system_call(number, [-1, 0, 0]));
+    }
+    // A file that signals its owner.
+    let (reader, _writer) = &pipe;
+    let reader = libc::c_long::from(reader.as_raw_fd());
+    for (trial, command) in [("set the owner of a file", 8), ("set the signal of a file", 10)] {
+        // The owner 0 is nobody, and the signal 0 the usual one.
+        print_result(trial, system_call(libc::SYS_fcntl, [reader, command, 0]));
+    }
+    print_result(
+        "outlive the daemon",
+        nix::sys::prctl::set_pdeathsig(Option::<Signal>::None).map_err(io::Error::from),
+    );
+    print_result(
+        "leave its process group",
+        nix::unistd::setpgid(Pid::this(), Pid::from_raw(0)).map_err(io::Error::from),
+    );
+    if device == DeviceKind::Cpu {
+        let scheduling = system_call(
+            libc::SYS_sched_setscheduler,
+            [libc::c_long::from(daemon.as_raw()), 0, 0],
+        );
+        print_result("change the scheduling of the daemon", scheduling);
+    }
     print_result(
         "start a program",
         Command::new("/bin/sh").args(["-c", "exit 0"]).spawn(),
