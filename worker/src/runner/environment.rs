@@ -30,7 +30,7 @@ const ALLOWED_PREFIXES: &[&str] = &[
 /// Returns whether a child gets this variable.
 fn is_allowed(name: &OsStr) -> bool {
     let Some(name) = name.to_str() else { return false };
-    let is_secret = ["TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"]
+    let is_secret = ["TOKEN", "SECRET", "PASSWORD", "PASSPHRASE", "CREDENTIAL", "KEY", "AUTH"]
         .iter()
         .any(|word| name.contains(word));
     !is_secret && (ALLOWED_NAMES.contains(&name) || ALLOWED_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
@@ -59,6 +59,8 @@ mod tests {
             "AWS_ACCESS_KEY_ID",
             "GOOGLE_APPLICATION_CREDENTIALS",
             "CUDA_SECRET",
+            "NVIDIA_API_KEY",
+            "NVIDIA_AUTH",
             "SSH_AUTH_SOCK",
             "OTEL_EXPORTER_OTLP_HEADERS",
         ];
