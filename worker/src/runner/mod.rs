@@ -189,7 +189,8 @@ pub async fn run(
                     exit_deadline.get_or_insert(Instant::now() + KILL_TIMEOUT);
                 }
             },
-            Ok(()) = outcome_seen.changed(), if outcome_seen.borrow().is_none() => {
+            // Once: the outcome is sent once. Whether it is there already says nothing, because another branch may have run meanwhile.
+            Ok(()) = outcome_seen.changed() => {
                 deadline = Some(Instant::now() + EXIT_TIMEOUT);
             }
             _ = ticks.tick() => {
