@@ -87,12 +87,16 @@ impl ControlGroups {
             })
         })
         .collect();
-        if !v1.is_empty() {
-            return Ok(Self {
-                parents: v1,
-                version: 1,
-                memory,
-            });
+        match v1.len() {
+            0 => {}
+            2 => {
+                return Ok(Self {
+                    parents: v1,
+                    version: 1,
+                    memory,
+                });
+            }
+            _ => return Err("control groups v1 without controllers for both memory and processes".to_owned()),
         }
         let own_group = root.join(path("0::/").ok_or("this system has no control groups")?);
         let folder = enable_controllers(root, &own_group)?;
@@ -128,7 +132,15 @@ impl ControlGroups {
         let mut group = ControlGroup { folders: Vec::new() };
         for parent in &self.parents {
             let folder = parent.folder.join(name);
-            fs::create_dir(&folder)?;
+            match fs::create_dir(&folder) {
+                // A daemon that was killed left it, and its process had the same number as the new one. A group with processes cannot
+                // be removed.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    fs::remove_dir(&folder)?;
+                    fs::create_dir(&folder)?;
+                }
+                made => made?,
+            }
             group.folders.push(folder.clone());
             for (file, limit) in &parent.limits {
                 fs::write(folder.join(file), limit.to_string())?;
@@ -259,6 +271,38 @@ mod tests {
         drop(group);
         groups.remove_empty_groups();
         assert!(folders.iter().all(|folder| !folder.exists()), "{folders:?}");
+    }
+
+    #[test]
+    fn a_group_that_a_killed_daemon_left_is_made_again() {
+        let root = tempfile::tempdir().unwrap();
+        let groups = ControlGroups {
+            parents: vec![Parent {
+                folder: root.path().to_owned(),
+                limits: Vec::new(),
+            }],
+            version: 2,
+            memory: 1,
+        };
+        let left = root.path().join(format!("{PREFIX}1"));
+        fs::create_dir(&left).unwrap();
+        let group = groups.create(&format!("{PREFIX}1")).unwrap();
+        assert_eq!(group.folders, [left.clone()]);
+        // The system refuses to remove a group with processes, as it refuses a folder with files here.
+        write(left.join("cgroup.procs"), "7\n");
+        assert!(groups.create(&format!("{PREFIX}1")).is_err());
+    }
+
+    #[test]
+    fn control_groups_that_limit_only_one_of_memory_and_threads_are_not_used() {
+        let root = tempfile::tempdir().unwrap();
+        let own_group = "5:pids:/a\n4:memory:/a\n";
+        fs::create_dir_all(root.path().join("pids/a")).unwrap();
+        let refused = ControlGroups::detect_in(root.path(), own_group, 1).unwrap_err();
+        assert!(refused.contains("memory"), "{refused}");
+        fs::create_dir_all(root.path().join("memory/a")).unwrap();
+        let groups = ControlGroups::detect_in(root.path(), own_group, 1).unwrap();
+        assert_eq!((groups.version, groups.parents.len()), (1, 2));
     }
 
     #[test]
