@@ -177,7 +177,8 @@ impl EmbeddedCluster {
     /// Starts both, and connects to the coordinator.
     ///
     /// # Errors
-    /// When the coordinator (code 1) or the worker (code 125) cannot start, or its certificate is not valid for this machine (code 1).
+    /// When the coordinator (code 1) or the worker (code 125) cannot start, an option of the worker is wrong (code 2), or the certificate is
+    /// not valid for this machine (code 1).
     pub async fn start(
         mut coordinator: aitk_coordinator::Config,
         worker_dir: Option<&Path>,
@@ -220,7 +221,7 @@ impl EmbeddedCluster {
                     name.clone_into(&mut config.name);
                 }
                 let worker = aitk_worker::start(config).await;
-                Some(worker.map_err(|error| Failure::new(Exit::Internal, crate::failure::chain(&error)))?)
+                Some(worker.map_err(|error| worker_failure(&error))?)
             }
         };
         Ok(Self {
@@ -338,6 +339,15 @@ fn start_failure(error: &aitk_coordinator::StartError) -> Failure {
         .hint("give --tls-cert and --tls-key, or --bind 127.0.0.1:7420"),
         error => Failure::failed(crate::failure::chain(error)),
     }
+}
+
+/// The failure of a worker that does not start.
+fn worker_failure(error: &aitk_worker::StartError) -> Failure {
+    let exit = match error {
+        aitk_worker::StartError::HubAllow(_) | aitk_worker::StartError::Extension(_) => Exit::Usage,
+        _ => Exit::Internal,
+    };
+    Failure::new(exit, crate::failure::chain(error))
 }
 
 /// Waits for the first end of a coordinator and a worker.
@@ -552,6 +562,14 @@ mod tests {
             "{failure}"
         );
         assert!(!failure.contains("aitk-coordinator"), "{failure}");
+    }
+
+    #[test]
+    fn a_wrong_option_of_the_worker_is_an_error_of_the_command_line() {
+        let failure = worker_failure(&aitk_worker::StartError::HubAllow("lab".to_owned()));
+        assert_eq!(failure.exit, Exit::Usage);
+        assert!(failure.message.contains("--hub-allow: `lab`"), "{}", failure.message);
+        assert_eq!(worker_failure(&aitk_worker::StartError::NoDevice).exit, Exit::Internal);
     }
 
     /// The certificate has names only, as one of a public authority does.

@@ -7,10 +7,9 @@ use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, DeviceSelection};
 use aitk_worker::runner::detect_control_groups;
-use aitk_worker::{Config, JoinOptions, Refusal, WorkerIdentity, check_allowed_programs, sandbox};
+use aitk_worker::{Config, JoinOptions, Refusal, StartError, WorkerIdentity, check_allowed_programs, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -123,10 +122,10 @@ struct Daemon {
     data_dir: Option<PathBuf>,
     /// The devices to offer: auto (GPUs, or the CPU without one), cpu, cuda:0,cuda:1, metal:0, …
     #[arg(long, env = "AITK_DEVICES", default_value = "auto")]
-    devices: String,
+    devices: DeviceSelection,
     /// A label that jobs may ask for. May be repeated.
-    #[arg(long = "label", value_name = "KEY=VALUE")]
-    labels: Vec<String>,
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+    labels: Vec<(String, String)>,
     /// The size limit of the cache of inputs, in GiB.
     #[arg(long, env = "AITK_CACHE_GIB", default_value_t = 100)]
     cache_gib: u64,
@@ -320,7 +319,6 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         Some(path) => Some(Token::read(path)?),
         None => Token::from_env(&|name| std::env::var(name).ok())?,
     };
-    let choice: DeviceSelection = options.devices.parse()?;
     let data_dir = data_dir_or_default(options.data_dir)?;
     // An explicit token takes precedence over a saved identity.
     let joined = if token.is_none() {
@@ -351,7 +349,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     if let Some(name) = options.name {
         config.name = name;
     }
-    config.labels = parse_labels(&options.labels)?;
+    config.labels = options.labels.into_iter().collect();
     config.progress_timeout = options.progress_timeout;
     config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
     config.require_sandbox = options.require_sandbox;
@@ -366,10 +364,12 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.confinement = Some(confinement);
     config.verify_cache_after = Duration::from_secs(options.verify_cache_days.saturating_mul(24 * 60 * 60));
     config.derived_quota = options.derived_cache_gib.saturating_mul(1 << 30);
+    // The variable may be set to nothing.
     config.hub_allow = options.hub_allow;
+    config.hub_allow.retain(|name| !name.trim().is_empty());
     config.hub_secrets = options.hub_secrets;
     config.allow_extensions = options.allow_extension;
-    config.devices = probe::choose(probe::devices(), &choice)?;
+    config.devices = probe::choose(probe::devices(), &options.devices)?;
     for device in &config.devices {
         tracing::info!(
             device = probe::label(device.id),
@@ -386,13 +386,10 @@ fn parse_duration(text: &str) -> Result<Duration, String> {
     span.ok_or_else(|| "expected a length of time such as 90s, 10m or 1h30m".to_owned())
 }
 
-fn parse_labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
-    let label = |text: &String| {
-        let (key, value) = text.split_once('=').filter(|(key, _)| !key.is_empty())?;
-        Some((key.to_owned(), value.to_owned()))
-    };
-    let bad = |text| anyhow::anyhow!("cannot read the label {text:?}: expected KEY=VALUE");
-    texts.iter().map(|text| label(text).ok_or_else(|| bad(text))).collect()
+fn parse_label(text: &str) -> Result<(String, String), String> {
+    let label = text.split_once('=').filter(|(key, _)| !key.is_empty());
+    let label = label.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    label.ok_or_else(|| "expected KEY=VALUE".to_owned())
 }
 
 fn default_data_dir() -> Option<PathBuf> {
@@ -409,7 +406,14 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let timeout = config.shutdown_timeout;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut worker = aitk_worker::start(config).await?;
+    let mut worker = match aitk_worker::start(config).await {
+        Ok(worker) => worker,
+        Err(error @ (StartError::HubAllow(_) | StartError::Extension(_))) => {
+            let _ = writeln!(std::io::stderr(), "error: {error}");
+            return Ok(ExitCode::from(2));
+        }
+        Err(error) => return Err(error.into()),
+    };
     let ended = tokio::select! {
         ended = worker.ended() => ended,
         _ = terminate.recv() => Ok(()),
@@ -447,7 +451,8 @@ mod tests {
     #[test]
     fn the_command_line_definition_is_valid() {
         Cli::command().debug_assert();
-        assert!(parse_labels(&["a=b".to_owned(), "c=".to_owned()]).is_ok());
-        assert!(parse_labels(&["=b".to_owned()]).is_err() && parse_labels(&["a".to_owned()]).is_err());
+        assert_eq!(parse_label("a=b"), Ok(("a".to_owned(), "b".to_owned())));
+        assert!(parse_label("c=").is_ok());
+        assert!(parse_label("=b").is_err() && parse_label("a").is_err());
     }
 }

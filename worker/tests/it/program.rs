@@ -95,6 +95,22 @@ async fn a_wrong_token_exits_with_4_and_a_missing_device_with_1() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn values_that_cannot_be_read_exit_with_2() {
+    let data = tempfile::tempdir().unwrap();
+    for wrong in [["--devices", "gpu"], ["--label", "room"], ["--hub-allow", "lab"]] {
+        let output = run(program()
+            .env("AITK_TOKEN", "0".repeat(64))
+            .args(["--server", "http://127.0.0.1:1", "--data-dir"])
+            .arg(data.path())
+            .args(wrong))
+        .await;
+        let shown = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{shown}");
+        assert!(shown.contains(wrong[0]) && shown.contains("expected"), "{shown}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_value_of_allow_extension_exits_with_2() {
     for wrong in ["py", "py=", "=x", "PY=x", "py=nope.py", "py=/usr"] {
         let output = run(program().args(["--allow-extension", wrong])).await;
