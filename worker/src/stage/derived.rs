@@ -9,6 +9,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, UserName};
 use std::collections::HashMap;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -109,6 +110,7 @@ impl DerivedCaches {
             if let Err(error) = fsutil::remove_abandoned(&folder, Duration::ZERO) {
                 tracing::warn!(%error, "a partial file was not removed");
             }
+            make_listable(&folder);
             let bytes = super::cache::size(&folder);
             total = total.saturating_add(bytes);
             sizes.push((last_use(&folder), folder, bytes));
@@ -129,6 +131,20 @@ impl DerivedCaches {
                 Err(error) => tracing::warn!(%error, "a derived folder was not removed"),
             }
         }
+    }
+}
+
+/// Gives the owner all rights to the folders of a tree. Attempts make them with any mode, and what cannot be listed would not count for
+/// the quota.
+fn make_listable(folder: &Path) {
+    let mode = fs::symlink_metadata(folder).map(|data| data.permissions().mode());
+    if mode.is_ok_and(|mode| mode & 0o700 != 0o700)
+        && let Err(error) = fs::set_permissions(folder, fs::Permissions::from_mode(0o700))
+    {
+        tracing::warn!(%error, folder = %folder.display(), "a folder of derived files cannot be made readable");
+    }
+    for below in folders(folder) {
+        make_listable(&below);
     }
 }
 
@@ -179,6 +195,26 @@ mod tests {
         assert_ne!(of(None, "ada"), of(Some(&ada), "j1"));
         let cuda = caches.for_cuda(Some(&ada), &JobId::new("j1")).unwrap();
         assert!(cuda.path().starts_with(of(Some(&ada), "j1").parent().unwrap()));
+    }
+
+    /// As root it holds without more, because modes do not restrict root.
+    #[test]
+    fn folders_that_cannot_be_listed_count_for_the_quota() {
+        let root = tempfile::tempdir().unwrap();
+        let caches = DerivedCaches::new(root.path().to_owned(), 150);
+        let guard = caches
+            .for_input(None, &JobId::new("j1"), ContentHash::of(b"images"))
+            .unwrap();
+        let folder = guard.path().to_owned();
+        for (name, mode) in [("write_only", 0o300), ("no_search", 0o400)] {
+            let hidden = folder.join(name);
+            fs::create_dir(&hidden).unwrap();
+            fs::write(hidden.join("latent"), [0; 100]).unwrap();
+            fs::set_permissions(&hidden, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        drop(guard);
+        caches.clean_up();
+        assert!(!folder.exists());
     }
 
     #[test]
