@@ -47,7 +47,11 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
     loop {
         let list = async {
             match &job {
-                Some(job) if !is_array(job) => api.get(job.id.as_str()).await.map(|job| (vec![job], 1)),
+                Some(job) if !is_array(job) => api.get(job.id.as_str()).await.map(|job| {
+                    let total = u64::from(matches_filters(&job, &args));
+                    let listed: Vec<JobView> = Some(job).filter(|_| total > 0).into_iter().collect();
+                    (listed, total)
+                }),
                 _ => api.list_jobs(request.clone(), limit).await,
             }
         };
@@ -94,6 +98,17 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
 
 fn is_filtered(args: &PsArgs) -> bool {
     !args.states.is_empty() || args.user.is_some() || args.name.is_some()
+}
+
+/// Whether a job that is named by itself matches the filters, as the coordinator matches those of a list. A member also matches by the
+/// name of its array, which is not known here.
+fn matches_filters(job: &JobView, args: &PsArgs) -> bool {
+    (args.states.is_empty() || args.states.contains(&job.state))
+        && args.user.as_ref().is_none_or(|user| job.owner.as_str() == user)
+        && args
+            .name
+            .as_ref()
+            .is_none_or(|part| job.array.is_some() || job.name.contains(part))
 }
 
 /// Builds the request to the coordinator.
@@ -447,6 +462,20 @@ mod tests {
         let lost = for_each(jobs(), async |_| Err(Failure::new(Exit::Unreachable, "lost"))).await;
         assert_eq!((lost.changed.len(), lost.failures.len()), (0, 1));
         assert!(lost.failures[0].render(false).contains("2 jobs after it"));
+    }
+
+    #[test]
+    fn filters_apply_to_a_job_that_is_named() {
+        use clap::Parser;
+        let shown = |flags: &[&str]| {
+            let line = ["aitk", "ps", "a"].iter().chain(flags);
+            let crate::args::Command::Ps(args) = crate::args::Cli::parse_from(line).command else {
+                panic!("ps");
+            };
+            matches_filters(&job("a", "my_cat", JobState::Running, 0), &args)
+        };
+        assert!(shown(&[]) && shown(&["--state", "failed", "--state", "running"]) && shown(&["--name", "cat"]));
+        assert!(!shown(&["--state", "failed"]) && !shown(&["--name", "dog"]) && !shown(&["--user", "somebody"]));
     }
 
     #[test]
