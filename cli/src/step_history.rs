@@ -40,6 +40,15 @@ impl ReportedSteps {
     /// repeats steps, whose old values are dropped.
     fn add(&mut self, attempt: Option<AttemptId>, step: StepMetrics) {
         let is_same_attempt = attempt == self.attempt && self.trainings > 0;
+        if is_about_memory(&step)
+            && let Some(last) = self.steps.last_mut()
+        {
+            // It is of the whole attempt, and its number is that of what the attempt counted last: also images and latents.
+            if is_same_attempt {
+                last.values.extend(step.values);
+            }
+            return;
+        }
         self.attempt = attempt;
         let falls = self.steps.last().is_some_and(|last| step.step < last.step);
         // The memory that a training predicts is reported as that of step 0, at any time.
@@ -58,6 +67,11 @@ impl ReportedSteps {
         }
         self.steps.push(step);
     }
+}
+
+/// Whether these are the peaks and predictions of memory alone, which an attempt reports at its end.
+fn is_about_memory(step: &StepMetrics) -> bool {
+    !step.values.is_empty() && step.values.keys().all(|name| name.starts_with("memory/"))
 }
 
 impl StepHistory {
@@ -167,6 +181,44 @@ mod tests {
         );
         // A prediction of memory in the middle of a training.
         assert_eq!(reported(&[("a", &[0, 10, 20, 0, 30])]), (vec![0, 10, 20, 30], 1));
+    }
+
+    #[test]
+    fn the_memory_of_an_attempt_removes_no_steps() {
+        let mut reported = ReportedSteps::default();
+        let mut add = |attempt: &str, step: u64, name: &str| {
+            let values = std::iter::once((name.to_owned(), 1.0)).collect();
+            let step = StepMetrics {
+                step,
+                values,
+                ..StepMetrics::default()
+            };
+            reported.add(Some(AttemptId::new(attempt)), step);
+        };
+        // The second attempt ends while it makes samples, the third one while it caches latents.
+        for (attempt, step, name) in [
+            ("a", 10, "loss"),
+            ("a", 20, "loss"),
+            ("a", 20, "memory/peak_gib"),
+            ("b", 30, "loss"),
+            ("b", 2, "memory/peak_gib"),
+            ("c", 12, "memory/peak_gib"),
+        ] {
+            add(attempt, step, name);
+        }
+        let steps: Vec<(u64, usize)> = reported.steps.iter().map(|one| (one.step, one.values.len())).collect();
+        assert_eq!((steps, reported.trainings), (vec![(10, 1), (20, 2), (30, 2)], 1));
+        assert!(reported.steps.iter().all(|one| one.loss().is_some()));
+        // A job that trains nothing has no other metrics.
+        let mut reported = ReportedSteps::default();
+        let values = std::iter::once(("memory/peak_gib".to_owned(), 1.0)).collect();
+        let step = StepMetrics {
+            step: 4,
+            values,
+            ..StepMetrics::default()
+        };
+        reported.add(Some(AttemptId::new("a")), step);
+        assert_eq!(reported.steps.len(), 1);
     }
 
     /// The first step that the second training reports is above the last step of the first training.

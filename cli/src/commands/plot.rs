@@ -6,7 +6,7 @@ use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
-use crate::output::format::{number, printable};
+use crate::output::format::{number, plural, printable};
 use crate::step_history::StepHistory;
 use aitk_common::fsutil;
 use aitk_common::job::naming;
@@ -87,12 +87,12 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     let last = curve.points.last().map_or(0, |(step, _)| *step);
     let average = smoothed.last().map_or(f64::NAN, |(_, loss)| *loss);
     ui.data(&printable(&format!(
-        "{}: {} {} to step {last}, now {} on average",
+        "{}: {} to step {last}, now {} on average",
         curve.title,
-        curve.points.len(),
-        match &args.metric {
-            Some(name) => format!("values of {name}"),
-            None => "losses".to_owned(),
+        match (&args.metric, curve.points.len()) {
+            (Some(name), count) => format!("{} of {name}", plural(count as u64, "value")),
+            (None, 1) => "1 loss".to_owned(),
+            (None, count) => format!("{count} losses"),
         },
         number(average)
     )))?;
