@@ -70,7 +70,7 @@ fn filter(requested: Option<&str>, kind: Kind) -> (EnvFilter, Option<String>) {
         Ok(filter) if is_known_level(requested) => (filter, None),
         _ => {
             let problem = format!(
-                "{LEVEL_VARIABLE}={requested:?} is not a log level; expected error, warn, info, debug, trace or target=level"
+                "{requested:?} (--log-level or {LEVEL_VARIABLE}) is not a log level; expected error, warn, info, debug, trace or target=level"
             );
             (EnvFilter::new(format!("{default},{LIBRARY_LEVELS}")), Some(problem))
         }
