@@ -366,7 +366,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
                 ui.text(&format!("  {name:<8}{}", printable(value)))?;
                 ui.text(&format!("          from {}", printable(origin)))?;
             }
-            _ if name == "server" => ui.data("  none set; `aitk up` starts one, `aitk run` needs none")?,
+            _ if name == "server" => ui.text("  none set; `aitk up` starts one, `aitk run` needs none")?,
             _ => {}
         }
     }
@@ -413,7 +413,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         ui.data("  not checked by the small client")?;
     }
     if let Some(confinement) = &report.confinement {
-        ui.data("\nSandbox of attempts (jobs of `aitk submit`; `aitk run` works in your folders)")?;
+        ui.text("\nSandbox of attempts (jobs of `aitk submit`; `aitk run` works in your folders)")?;
         for (name, part) in confinement.parts() {
             ui.text(&format!("  {name:<10}{}", printable(&part.to_string())))?;
         }
