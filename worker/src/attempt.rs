@@ -190,17 +190,23 @@ async fn execute(
         Ok(prepared) => prepared,
         Err(outcome) => return outcome,
     };
+    let temp_dir = folder.join("tmp");
+    let cuda_cache = match job.extension() {
+        // Not the one that other jobs of the user read.
+        Some(_) => Some(temp_dir.join("cuda")),
+        None => staged.cuda_cache.as_ref().map(|guard| guard.path().to_owned()),
+    };
     let launch = Launch {
         command: context.attempt_command.clone(),
         spec: spec_file,
         work_dir: (!assignment.local).then(|| folder.to_owned()),
-        temp_dir: folder.join("tmp"),
+        temp_dir,
         grace: context.grace,
         progress_timeout: Some(watchdog_timeout),
         memory_limited,
         sandbox_profile,
         control_groups: context.control_groups.clone(),
-        cuda_cache: staged.cuda_cache.as_ref().map(|guard| guard.path().to_owned()),
+        cuda_cache,
         causes: FailureCauses::of_job(job.extension().is_some(), silence < context.progress_timeout),
     };
     let (events, event_receiver) = mpsc::channel(EVENT_CAPACITY);

@@ -24,6 +24,11 @@ impl SandboxRules {
     /// Derives the rules for an attempt from what the daemon staged, never from the job. `None` for a local attempt,
     /// which works in its user's folders, unless it runs an extension: then only the folders that its job names count.
     pub(crate) fn for_attempt(spec: &AttemptSpec, temp_dir: &Path) -> Option<Self> {
+        let cuda_cache = std::env::var_os(CUDA_CACHE).map(PathBuf::from);
+        Self::with_cuda_cache(spec, temp_dir, cuda_cache)
+    }
+
+    fn with_cuda_cache(spec: &AttemptSpec, temp_dir: &Path, cuda_cache: Option<PathBuf>) -> Option<Self> {
         let mut read: Vec<PathBuf> = spec.inputs.values().chain(&spec.resume_from).cloned().collect();
         let mut write = vec![temp_dir.to_owned()];
         match &spec.output_root {
@@ -35,11 +40,10 @@ impl SandboxRules {
                 write.push(folders.output);
             }
         }
-        // An extension computes nothing that other jobs of its user read.
-        let derived = spec.derived.values().filter(|_| spec.extension.is_none());
-        write.extend(derived.cloned());
-        if spec.device.kind == DeviceKind::Cuda {
-            write.extend(std::env::var_os(CUDA_CACHE).map(PathBuf::from));
+        // An extension computes nothing that other jobs of its user read or run.
+        if spec.extension.is_none() {
+            write.extend(spec.derived.values().cloned());
+            write.extend(cuda_cache.filter(|_| spec.device.kind == DeviceKind::Cuda));
         }
         let folder = spec.extension.as_ref().and_then(ExtensionProgram::folder);
         Some(Self {
@@ -74,5 +78,45 @@ impl ExtensionFolders {
             inputs: process.inputs.0.values().map(|path| expand_home(path)).collect(),
             output,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn an_extension_writes_no_cache_that_other_jobs_of_its_user_read() {
+        let mut spec: AttemptSpec = serde_json::from_value(json!({
+            "job_id": "j1",
+            "attempt_id": "j1-1",
+            "epoch": 1,
+            "job": {},
+            "config_text": "",
+            "config_format": "yaml",
+            "inputs": {"data": "/cache/trees/ab"},
+            "output_root": "/attempt/output",
+            "resume_from": null,
+            "device": {"kind": "cuda", "index": 0},
+            "profile": "full_gpu",
+            "seed": 7,
+            "derived": {"data": "/cache/derived/ab"},
+        }))
+        .unwrap();
+        let written = |spec: &AttemptSpec| {
+            let rules =
+                SandboxRules::with_cuda_cache(spec, Path::new("/attempt/tmp"), Some("/cache/derived/cuda".into()));
+            rules.unwrap().write
+        };
+        let own = ["/attempt/tmp", "/attempt/output"].map(PathBuf::from);
+        let caches = ["/cache/derived/ab", "/cache/derived/cuda"].map(PathBuf::from);
+        assert_eq!(written(&spec), [own.clone(), caches].concat());
+        spec.extension = Some(ExtensionProgram {
+            name: "tool".to_owned(),
+            program: "/opt/tool/tool".into(),
+            silence: std::time::Duration::from_secs(1),
+        });
+        assert_eq!(written(&spec), own);
     }
 }

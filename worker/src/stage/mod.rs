@@ -102,7 +102,7 @@ pub(crate) async fn stage_inputs(
         let derived = derived.map_err(|error| file_failure(&error))?;
         staged.derived.insert(config_path.clone(), derived);
     }
-    if assignment.device.kind == DeviceKind::Cuda {
+    if assignment.device.kind == DeviceKind::Cuda && job.extension().is_none() {
         let cuda_cache = context.derived.for_cuda(assignment.owner.as_ref(), &assignment.job);
         staged.cuda_cache = Some(cuda_cache.map_err(|error| file_failure(&error))?);
     }
