@@ -44,6 +44,23 @@ impl AllowedExtensions {
         self.0.iter().map(value).collect()
     }
 
+    /// Refuses a program that could read the worker's own data: its key, and the inputs of all users. `data_dir` is without links.
+    ///
+    /// # Errors
+    /// The value of `--allow-extension`, and what is wrong with it.
+    pub(crate) fn check_data_dir(&self, data_dir: &Path) -> Result<(), String> {
+        let holds_data = |program: &Path| program.parent().is_some_and(|folder| data_dir.starts_with(folder));
+        match self.0.iter().find(|(_, program)| holds_data(program)) {
+            None => Ok(()),
+            Some((name, program)) => Err(format!(
+                "{name}={}: put the program into a folder of its own: it may read the folder that it is in, and that holds the worker's \
+                 data folder {}",
+                program.display(),
+                data_dir.display()
+            )),
+        }
+    }
+
     /// The labels by which the worker announces what it allows.
     pub(crate) fn labels(&self) -> impl Iterator<Item = (String, String)> + '_ {
         self.0.keys().map(|name| (extension_label(name), ALLOWED.to_owned()))
@@ -113,6 +130,17 @@ mod tests {
                 .unwrap_err()
                 .contains("twice")
         );
+        let real = folder.path().canonicalize().unwrap();
+        for (data_dir, is_refused) in [
+            (real.clone(), true),
+            (real.join("data/worker"), true),
+            (real.with_extension("data"), false),
+        ] {
+            let refused = allowed
+                .check_data_dir(&data_dir)
+                .is_err_and(|why| why.starts_with("my-tool="));
+            assert_eq!(refused, is_refused, "{}", data_dir.display());
+        }
         let relative = ["my-tool=program".to_owned()];
         let absolute = check_allowed_programs(&relative, folder.path()).unwrap();
         assert_eq!(absolute, [format!("my-tool={}", program.display())]);

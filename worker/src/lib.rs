@@ -240,6 +240,9 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
     let (data_folder, uncommitted) = tokio::task::spawn_blocking(move || data_folder::open_all(&data_dir))
         .await
         .map_err(std::io::Error::other)??;
+    extensions
+        .check_data_dir(&std::fs::canonicalize(&config.data_dir)?)
+        .map_err(StartError::Extension)?;
     let files_are_confined = config
         .confinement
         .as_ref()
