@@ -27,7 +27,7 @@ const SPAN_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 const AFTER_HELP: &str = "\
 Exit codes:
-  0  shut down after SIGTERM or Ctrl-C
+  0  shut down after SIGTERM, Ctrl-C or the end of its terminal
   1  failed; the last line says why
   2  wrong usage
   4  the coordinator refused the token or certificate
@@ -402,10 +402,28 @@ fn default_data_dir() -> Option<PathBuf> {
     Some(data.join("aitk").join("worker"))
 }
 
+/// Whether SIGHUP, which comes when a terminal closes, shuts the worker down: not where it was started to ignore that, as by `nohup`, and not on
+/// a system that does not say so.
+fn handles_hangups() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|signals| u64::from_str_radix(signals.trim(), 16).ok());
+    // The first bit is that of signal 1.
+    ignored.is_some_and(|signals| signals & 1 == 0)
+}
+
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let timeout = config.shutdown_timeout;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    // Before its handler is installed, which would undo that it is ignored.
+    let mut hangup = handles_hangups().then(|| signal(SignalKind::hangup())).transpose()?;
+    let closed = async {
+        match &mut hangup {
+            Some(hangup) => hangup.recv().await,
+            None => std::future::pending().await,
+        }
+    };
     let mut worker = match aitk_worker::start(config).await {
         Ok(worker) => worker,
         Err(error @ (StartError::HubAllow(_) | StartError::Extension(_))) => {
@@ -418,6 +436,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         ended = worker.ended() => ended,
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
+        _ = closed => Ok(()),
     };
     match ended {
         Ok(()) => {

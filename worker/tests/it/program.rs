@@ -4,6 +4,7 @@ use crate::support::{self, TestCluster};
 use aitk_common::attempt::Outcome;
 use aitk_common::job;
 use aitk_worker::runner::{self, DesiredState, Launch, PendingOutputs, Spawner};
+use nix::sys::signal::Signal;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -125,6 +126,23 @@ async fn a_wrong_value_of_allow_extension_exits_with_2() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sigterm_shuts_down_cleanly() {
+    shuts_down_cleanly_after(Signal::SIGTERM).await;
+}
+
+/// A terminal that closes. Before, it ended the worker at once, and attempts saved nothing.
+#[cfg(target_os = "linux")]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hangup_shuts_down_cleanly() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    if ignored.ends_with(['1', '3', '5', '7', '9', 'b', 'd', 'f']) {
+        // These tests run under `nohup`, and the worker ignores it too.
+        return;
+    }
+    shuts_down_cleanly_after(Signal::SIGHUP).await;
+}
+
+async fn shuts_down_cleanly_after(signal: Signal) {
     let cluster = TestCluster::start().await;
     let mut daemon = program()
         .env("AITK_TOKEN", &cluster.token)
@@ -163,7 +181,7 @@ async fn sigterm_shuts_down_cleanly() {
     };
     let registered = tokio::time::timeout(support::TIMEOUT, registered).await;
     let pid = nix::unistd::Pid::from_raw(i32::try_from(daemon.id()).unwrap());
-    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    nix::sys::signal::kill(pid, signal).unwrap();
     let until = Instant::now() + support::TIMEOUT;
     let status = loop {
         if let Some(status) = daemon.try_wait().unwrap() {
