@@ -15,7 +15,14 @@ const MAX_TOKEN_BYTES: u64 = 4 << 10;
 pub(crate) struct UserTokens(Option<PathBuf>);
 
 impl UserTokens {
+    /// Warns of a folder that does not exist. It may be mounted later.
     pub(crate) fn new(folder: Option<PathBuf>) -> Self {
+        if let Some(folder) = folder.as_deref().filter(|folder| !folder.is_dir()) {
+            tracing::warn!(
+                "--hub-secrets: {} is not a folder: until it is, jobs that name a token of their user (cluster.hub_token) fail",
+                folder.display()
+            );
+        }
         Self(folder)
     }
 
