@@ -94,10 +94,22 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
 }
 
 fn completions(context: &Context, shell: clap_complete::Shell) -> CommandResult {
-    let mut text = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "aitk", &mut text);
-    context.ui(true).data(String::from_utf8_lossy(&text).trim_end())?;
+    context.ui(true).data(completion_text(shell).trim_end())?;
     Ok(Exit::Ok)
+}
+
+/// The completions of a shell. The command that only aitk itself starts is left out: the generators offer hidden commands too.
+fn completion_text(shell: clap_complete::Shell) -> String {
+    let all = Cli::command();
+    let shown = all.get_subcommands().filter(|command| !command.is_hide_set());
+    let mut command = clap::Command::new("aitk")
+        .version(env!("CARGO_PKG_VERSION"))
+        .disable_help_subcommand(true)
+        .args(all.get_arguments().cloned())
+        .subcommands(shown.cloned());
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut command, "aitk", &mut text);
+    String::from_utf8_lossy(&text).into_owned()
 }
 
 /// Returns the error of commands that need an embedded coordinator and worker, for a build without them.

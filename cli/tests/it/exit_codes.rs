@@ -128,7 +128,13 @@ fn completions_have_all_commands() {
     for shell in ["bash", "zsh", "fish"] {
         let output = home.aitk().args(["completions", shell]).output().unwrap();
         assert_eq!(code(&output), 0);
-        assert!(out(&output).contains("artifacts"), "{shell}");
+        let text = out(&output);
+        assert!(text.contains("artifacts") && text.contains("ca-file"), "{shell}");
+        // Only aitk itself starts an attempt.
+        assert!(
+            !text.contains("aitk,attempt") && !text.contains("Run one attempt"),
+            "{shell}"
+        );
     }
 }
 
