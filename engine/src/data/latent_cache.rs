@@ -167,8 +167,30 @@ impl LatentCache {
         self.read_file(&theirs, key, false)
     }
 
+    /// The shape of a latent, [channels, h, w].
+    fn shape(&self, key: &LatentKey) -> [usize; 3] {
+        let (w, h) = key.plan.bucket;
+        [self.channels, (h / self.factor) as usize, (w / self.factor) as usize]
+    }
+
+    /// The most bytes of a file with such a latent: its numbers with up to 8 bytes each, the 8-bit pixels that ai-toolkit may store
+    /// with them, and a header.
+    fn max_bytes(&self, key: &LatentKey) -> u64 {
+        let numbers = self.shape(key).into_iter().fold(8, usize::saturating_mul) as u64;
+        let (w, h) = key.plan.bucket;
+        let pixels = u64::from(w).saturating_mul(u64::from(h)).saturating_mul(4);
+        numbers.saturating_add(pixels).saturating_add(1 << 20)
+    }
+
     fn read_file(&self, path: &Path, key: &LatentKey, verify: bool) -> Option<Tensor> {
-        let bytes = std::fs::read(path).ok()?;
+        let bytes = match regular::read(path, self.max_bytes(key)) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "a cached latent cannot be read; the image is encoded again");
+                return None;
+            }
+        };
         if verify && !cache_file::is_intact(&bytes)? {
             tracing::warn!(path = %path.display(), "a cached latent is damaged; the image is encoded again");
             return None;
@@ -176,10 +198,10 @@ impl LatentCache {
         let latent = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)
             .ok()?
             .remove("latent")?;
-        let (w, h) = key.plan.bucket;
-        let expected = [self.channels, (h / self.factor) as usize, (w / self.factor) as usize];
-        let latent = latent.to_dtype(DType::F32).ok()?;
-        (latent.dims() == expected).then_some(latent)
+        if latent.dims() != self.shape(key) || !latent.dtype().is_float() {
+            return None;
+        }
+        latent.to_dtype(DType::F32).ok()
     }
 
     /// Writes a latent atomically. Several runs may write the same one at once.

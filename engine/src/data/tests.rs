@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::data::DatasetOptions;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::path::Path;
 
 #[cfg(unix)]
@@ -110,6 +110,17 @@ fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
     let theirs = path.with_file_name(format!("a_{}.safetensors", key.ai_toolkit_hash()));
     candle_core::safetensors::save(&std::collections::HashMap::from([("latent", latent.clone())]), &theirs).unwrap();
     assert!(same(&cache.read(&image, None, &key, "c1").unwrap()));
+    // Files of other contents: whole numbers, and more bytes than a latent needs.
+    let whole = latent.to_dtype(DType::U8).unwrap();
+    let long = Tensor::zeros(1 << 19, DType::F32, &Device::Cpu).unwrap();
+    for tensors in [
+        vec![("latent", whole)],
+        vec![("latent", latent.clone()), ("other", long)],
+    ] {
+        let tensors = std::collections::HashMap::from_iter(tensors);
+        candle_core::safetensors::save(&tensors, &theirs).unwrap();
+        assert!(cache.read(&image, None, &key, "c1").is_none());
+    }
 }
 
 fn options(path: &Path) -> DatasetOptions {

@@ -28,7 +28,7 @@ pub fn saved_step(path: &Path) -> Result<Option<u64>> {
         let mark = MARKS.iter().map(|mark| path.join(mark)).find(|mark| mark.exists());
         let mark = mark.unwrap_or_else(|| path.join(MARKS[0]));
         std::fs::metadata(&mark).map_err(|e| EngineError::io(&mark, e))?;
-        return match std::fs::read_to_string(&metadata) {
+        return match config::read_text(&metadata) {
             Ok(text) => Ok(parse_step(&text)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(EngineError::io(&metadata, error)),

@@ -38,9 +38,8 @@ pub(super) fn run(process: &LmGenerateProcess, cx: &mut Context<'_>) -> Result<O
     let total = requests.len();
     let folder = cx.output_root(Some(&process.output_folder));
     fsutil::create_dir_all(&folder)?;
-    let mut results = Results::open(&folder, cx, process)?;
+    let mut results = Results::open(&folder, cx, process, total as u64)?;
     let mut remaining = requests;
-    results.retain(|number| number < total as u64);
     remaining.retain(|(index, request)| {
         prompts
             .get(*index)

@@ -5,14 +5,18 @@ use super::prompts::{Prompt, PromptText};
 use crate::error::{EngineError, Result};
 use crate::pipelines::text::Completion;
 use crate::processes::context::Context;
-use aitk_common::fsutil;
+use aitk_common::fsutil::{self, regular};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{ErrorKind, Write as _};
+use std::io::{BufRead, BufReader, ErrorKind, Read as _, Write as _};
 use std::path::{Path, PathBuf};
+
+/// The most bytes of a line that is read again: those of the longest prompt, whose characters JSON may escape, and of its completion.
+const MAX_LINE_BYTES: u64 = 8 * MAX_TEXT_FILE_BYTES;
 
 /// A line of the results.
 #[derive(Serialize)]
@@ -43,18 +47,18 @@ pub(super) struct Results {
 }
 
 impl Results {
-    /// Opens the record of this job and process in `folder`; a damaged line is generated again.
+    /// Opens the record of this job and process, which has this many texts, in `folder`; a damaged line is generated again.
     ///
     /// # Errors
     /// When the record cannot be read or written.
-    pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize) -> Result<Self> {
+    pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize, texts: u64) -> Result<Self> {
         let text = serde_json::to_vec(process).map_err(|e| EngineError::Internal(e.to_string()))?;
         let hash = hex::encode(Sha256::digest(&text));
         let record_folder = folder.join(".aitk");
         fsutil::create_dir_all(&record_folder)?;
         let name = format!("completions-{}-{}.jsonl", cx.spec.job_id.as_str(), &hash[..12]);
         let record = record_folder.join(name);
-        let (file, lines) = open_record(&record)?;
+        let (file, lines) = open_record(&record, texts)?;
         Ok(Self {
             folder: folder.to_path_buf(),
             record,
@@ -75,11 +79,6 @@ impl Results {
             PromptText::Fim { prefix, suffix } => is("prefix", prefix) && is("suffix", suffix),
         };
         is_same && line.get("task_id").and_then(Value::as_str) == prompt.task_id.as_deref()
-    }
-
-    /// Removes texts that are not asked for.
-    pub(super) fn retain(&mut self, is_asked_for: impl Fn(u64) -> bool) {
-        self.lines.retain(|number, _| is_asked_for(*number));
     }
 
     /// Records a completion.
@@ -145,10 +144,10 @@ fn write_line(file: &mut File, line: &str) -> std::io::Result<()> {
     file.write_all(format!("{line}\n").as_bytes())
 }
 
-/// Opens a record to append lines to it. Returns its whole lines by their number.
-fn open_record(record: &Path) -> Result<(File, BTreeMap<u64, String>)> {
-    let lines = match std::fs::read(record) {
-        Ok(bytes) => read_lines(&bytes),
+/// Opens a record of this many texts to append lines to it. Returns its whole lines by their number.
+fn open_record(record: &Path, texts: u64) -> Result<(File, BTreeMap<u64, String>)> {
+    let lines = match regular::open(record) {
+        Ok((file, _)) => read_lines(BufReader::new(file), texts).map_err(|error| EngineError::io(record, error))?,
         Err(error) if error.kind() == ErrorKind::NotFound => BTreeMap::new(),
         Err(error) => return Err(EngineError::io(record, error)),
     };
@@ -164,16 +163,31 @@ fn open_record(record: &Path) -> Result<(File, BTreeMap<u64, String>)> {
     Ok((file.map_err(|e| EngineError::io(record, e))?, lines))
 }
 
-/// The lines of a record by their number, without those that are damaged. A full disk cuts the last one anywhere, also within a character.
-fn read_lines(bytes: &[u8]) -> BTreeMap<u64, String> {
-    let line = |line: &[u8]| {
+/// The lines of a record of this many texts by their number, without those that are damaged, of other texts or too long. A full
+/// disk cuts the last one anywhere, also within a character.
+fn read_lines(mut record: impl BufRead, texts: u64) -> std::io::Result<BTreeMap<u64, String>> {
+    let parse = |line: &[u8]| {
         let line = std::str::from_utf8(line).ok()?;
         let value: Value = serde_json::from_str(line).ok()?;
         let is_whole = value.get("stop_reason").is_some_and(Value::is_string);
         let number = value.get("index")?.as_u64()?;
-        is_whole.then(|| (number, line.to_owned()))
+        (is_whole && number < texts).then(|| (number, line.to_owned()))
     };
-    bytes.split(|byte| *byte == b'\n').filter_map(line).collect()
+    let mut lines = BTreeMap::new();
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        if record.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line)? == 0 {
+            return Ok(lines);
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+        } else if line.len() as u64 == MAX_LINE_BYTES {
+            record.skip_until(b'\n')?;
+            continue;
+        }
+        lines.extend(parse(&line));
+    }
 }
 
 #[cfg(test)]
@@ -185,7 +199,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let record = dir.path().join("record.jsonl");
         let line = |index: u64| format!(r#"{{"index":{index},"completion":"你好","stop_reason":"length"}}"#);
-        let (mut file, lines) = open_record(&record).unwrap();
+        let (mut file, lines) = open_record(&record, 3).unwrap();
         assert!(lines.is_empty());
         for index in [0, 1] {
             write_line(&mut file, &line(index)).unwrap();
@@ -196,9 +210,13 @@ mod tests {
         file.write_all(cut).unwrap();
         drop(file);
 
-        let (mut file, lines) = open_record(&record).unwrap();
+        let (mut file, lines) = open_record(&record, 3).unwrap();
         assert_eq!(lines, BTreeMap::from([(0, line(0)), (1, line(1))]));
         write_line(&mut file, &line(2)).unwrap();
+        // A text that the job does not have.
+        write_line(&mut file, &line(3)).unwrap();
+        let (_, lines) = open_record(&record, 3).unwrap();
+        assert_eq!(lines.len(), 3);
         let text = std::fs::read_to_string(&record).unwrap();
         assert_eq!(text, format!("{}\n{}\n{}\n", line(0), line(1), line(2)));
     }
@@ -208,7 +226,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let record = dir.path().join("record.jsonl");
         std::fs::create_dir(&record).unwrap();
-        assert!(open_record(&record).is_err());
+        assert!(open_record(&record, 1).is_err());
         assert!(record.is_dir());
+        // A device never ends.
+        #[cfg(unix)]
+        {
+            let link = dir.path().join("link");
+            std::os::unix::fs::symlink("/dev/zero", &link).unwrap();
+            assert!(open_record(&link, 1).is_err());
+        }
     }
 }
