@@ -10,6 +10,20 @@ pub use aitk_common::model_files::parse_json;
 /// The error message for a file that is missing in a model folder.
 pub const INCOMPLETE: &str = "the model folder does not have this file: download or copy the model again";
 
+/// The largest size in a config: far above that of any model. Products of two sizes and a small number do not overflow.
+pub(crate) const MAX_SIZE: usize = 1 << 24;
+
+/// Checks that the sizes of a config, with their keys, are from 1 to [`MAX_SIZE`].
+///
+/// # Errors
+/// A sentence that names the key.
+pub(crate) fn check_sizes<'a>(sizes: impl IntoIterator<Item = (&'a str, usize)>) -> std::result::Result<(), String> {
+    match sizes.into_iter().find(|(_, size)| !(1..=MAX_SIZE).contains(size)) {
+        Some((key, size)) => Err(format!("`{key}` is {size}, expected 1 to {MAX_SIZE}")),
+        None => Ok(()),
+    }
+}
+
 /// Reads a text file of a model.
 ///
 /// # Errors

@@ -564,6 +564,26 @@ fn paths_that_are_no_sd_model_are_refused_with_the_reason() {
 }
 
 #[test]
+fn a_text_encoder_with_sizes_of_no_model_is_refused() {
+    type Change = fn(&mut ClipTextConfig);
+    let changes: [(Change, &str); 4] = [
+        (|config| config.vocab_size = usize::MAX, "`vocab_size`"),
+        (|config| config.intermediate_size = 0, "`intermediate_size`"),
+        (
+            |config| config.max_position_embeddings = usize::MAX,
+            "`max_position_embeddings`",
+        ),
+        (|config| config.projection_dim = usize::MAX, "`projection_dim`"),
+    ];
+    for (change, key) in changes {
+        let mut config = tiny_config("text_encoder");
+        change(&mut config);
+        let error = ClipTextModel::with_projection(&tiny("text_encoder"), &config).unwrap_err();
+        assert!(error.to_string().contains(key), "{error}");
+    }
+}
+
+#[test]
 fn a_unet_of_another_family_is_refused() {
     let text = std::fs::read_to_string(fixtures().join("tiny_sd/unet/config.json")).unwrap();
     let plain: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -585,6 +605,25 @@ fn a_unet_of_another_family_is_refused() {
         let error = with(key, value).unwrap_err().to_string();
         assert!(error.contains(key), "{error}");
     }
+    // Sizes with which products would overflow, or a table would not fit into memory.
+    let large = usize::MAX / 2;
+    for (key, value) in [
+        ("sample_size", large.into()),
+        ("in_channels", large.into()),
+        ("out_channels", 0.into()),
+        ("block_out_channels", serde_json::json!([large, large])),
+        ("layers_per_block", usize::MAX.into()),
+        ("transformer_layers_per_block", serde_json::json!([usize::MAX, 1])),
+        ("cross_attention_dim", large.into()),
+        ("norm_num_groups", 0.into()),
+        ("downsample_padding", large.into()),
+        ("freq_shift", 1e6.into()),
+    ] {
+        let error = with(key, value).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{key}`")), "{error}");
+    }
+    let error = with("conv_in_kernel", usize::MAX.into()).unwrap_err().to_string();
+    assert!(error.contains("conv kernel"), "{error}");
     with("attention_type", "default".into()).unwrap();
     with("only_cross_attention", serde_json::json!([false, false])).unwrap();
 }

@@ -9,8 +9,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
 
-/// The largest of each size: far above any model, and far below what overflows a product of sizes.
-pub(super) const MAX_SIZE: usize = 1 << 24;
+pub(super) use crate::models::config::MAX_SIZE;
+
 /// The most blocks.
 pub(super) const MAX_LAYERS: usize = 4096;
 /// The most ids that end a text.
@@ -449,6 +449,10 @@ pub(super) fn check_sizes(config: &CausalLmConfig) -> std::result::Result<(), St
         ),
         ("the number of heads", config.heads),
         ("the width of a head", config.head_width),
+        (
+            "the width of all heads together",
+            config.heads.saturating_mul(config.head_width),
+        ),
         (
             "the number of positions (`max_position_embeddings`, `n_positions`)",
             config.max_positions,

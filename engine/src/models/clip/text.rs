@@ -3,6 +3,7 @@
 use super::learned::LearnedVectors;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
+use crate::models::config::check_sizes;
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers, padding_bias};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
@@ -57,6 +58,20 @@ impl Default for ClipTextConfig {
     }
 }
 
+impl ClipTextConfig {
+    /// Checks the sizes that layers are made of.
+    fn check_sizes(&self) -> std::result::Result<(), String> {
+        check_sizes([
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+            // Models without a projection may have any.
+            ("projection_dim", self.projection_dim.max(1)),
+        ])
+    }
+}
+
 /// CLIP's text encoder.
 #[derive(Clone, Debug)]
 pub struct ClipTextModel {
@@ -105,6 +120,7 @@ impl ClipTextModel {
         let activation = Activation::from_name(&config.hidden_act)
             .ok_or_else(|| weights.config_error(format!("hidden_act `{}` is unknown", config.hidden_act)))?;
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
+        config.check_sizes().map_err(|message| weights.config_error(message))?;
         if heads == 0 || width % heads != 0 {
             return Err(weights.config_error(format!("hidden_size {width} cannot be split into {heads} heads")));
         }
@@ -158,6 +174,7 @@ impl ClipTextModel {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_projection(weights: &Weights, config: &ClipTextConfig) -> Result<Self> {
+        config.check_sizes().map_err(|message| weights.config_error(message))?;
         let projection = weights.pp("text_projection");
         let projection = Linear::new(&projection, config.hidden_size, config.projection_dim, false)?;
         Ok(Self {

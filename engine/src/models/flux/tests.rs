@@ -176,11 +176,18 @@ fn axes_that_are_not_those_of_a_head_are_errors() {
 }
 
 #[test]
-fn a_width_that_does_not_fit_into_a_number_is_an_error() {
+fn sizes_of_no_model_are_errors() {
     let folder = fixtures().join("tiny_flux/transformer");
     let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
     let mut config: FluxConfig = config::read(&folder.join("config.json")).unwrap();
+    (config.in_channels, config.out_channels) = (0, None);
+    let error = FluxTransformer2DModel::new(&weights, &config).unwrap_err().to_string();
+    assert!(error.contains("`in_channels` is 0"), "{error}");
+    let mut config: FluxConfig = config::read(&folder.join("config.json")).unwrap();
     config.num_attention_heads = usize::MAX / 2;
     let error = FluxTransformer2DModel::new(&weights, &config).unwrap_err().to_string();
-    assert!(error.contains("is too large"), "{error}");
+    assert!(
+        error.contains("`num_attention_heads times attention_head_dim` is 18446744073709551615"),
+        "{error}"
+    );
 }

@@ -3,6 +3,7 @@
 use super::blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary_with_control};
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
+use crate::models::config::check_sizes;
 use crate::models::mmdit::{AdaLayerNormContinuous, Embedder, SINUSOIDS};
 use crate::nn::{self, LayerMut, Linear, VisitLayers, join, padding_bias};
 use crate::weights::Weights;
@@ -124,12 +125,14 @@ impl FluxTransformer2DModel {
                 config.in_channels, config.patch_size
             )));
         }
-        let Some(width) = sizes.heads.checked_mul(sizes.head_width) else {
-            return Err(weights.config_error(format!(
-                "num_attention_heads {} times attention_head_dim {} is too large",
-                sizes.heads, sizes.head_width
-            )));
-        };
+        let width = sizes.heads.saturating_mul(sizes.head_width);
+        check_sizes([
+            ("in_channels", config.in_channels),
+            ("joint_attention_dim", config.joint_attention_dim),
+            ("pooled_projection_dim", config.pooled_projection_dim),
+            ("num_attention_heads times attention_head_dim", width),
+        ])
+        .map_err(|message| weights.config_error(message))?;
         let embed = weights.pp("time_text_embed");
         let embedder = |name: &str, inputs| Embedder::new(&embed.pp(name), inputs, width);
         let double = weights.pp("transformer_blocks");

@@ -2,6 +2,7 @@
 
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
+use crate::models::config::check_sizes;
 use crate::nn::{
     self, Activation, Attention, Embedding, LayerMut, Linear, RmsNorm, Rotary, RotaryPairs, VisitLayers, key_bias,
 };
@@ -123,7 +124,14 @@ impl Qwen3Config {
                 heads[0], heads[1], heads[2]
             ));
         }
-        None
+        let queries = self.num_attention_heads.saturating_mul(self.head_dim);
+        check_sizes([
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_attention_heads times head_dim", queries),
+        ])
+        .err()
     }
 }
 

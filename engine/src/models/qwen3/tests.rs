@@ -157,6 +157,8 @@ fn configs_of_other_models_are_refused() {
     assert!(refused(&|c| c.num_key_value_heads = 2, 0).contains("num_key_value_heads 2"));
     assert!(refused(&|c| c.num_key_value_heads = 0, 0).contains("num_key_value_heads 0"));
     assert!(refused(&|c| c.hidden_size = 32, 0).contains("embed_tokens"));
+    assert!(refused(&|c| c.vocab_size = usize::MAX, 0).contains("`vocab_size`"));
+    assert!(refused(&|c| c.head_dim = usize::MAX - 1, 0).contains("times head_dim"));
     assert!(refused(&|_| (), 9).contains("9 layers"));
     let theta = |text: &str| serde_json::from_str::<Qwen3Config>(text).unwrap().theta();
     assert_eq!(theta(r#"{"rope_theta": 1000000}"#), 1e6);

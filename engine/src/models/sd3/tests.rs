@@ -167,7 +167,7 @@ fn images_without_positions_and_wrong_configs_are_refused() {
     assert!(refused(&[1, 4, 2, 2]).contains("16 channels"));
 
     type Change = fn(&mut Sd3Config);
-    let changes: [(Change, &str); 8] = [
+    let changes: [(Change, &str); 10] = [
         (|config| config.qk_norm = Some("layer_norm".into()), "qk_norm"),
         (|config| config.caption_projection_dim = 32, "caption_projection_dim"),
         (|config| config.out_channels = Some(32), "out_channels"),
@@ -175,6 +175,8 @@ fn images_without_positions_and_wrong_configs_are_refused() {
         (|config| config.patch_size = 0, "patch_size"),
         (|config| config.num_attention_heads = 0, "num_attention_heads"),
         (|config| config.pos_embed_max_size = usize::MAX, "pos_embed_max_size"),
+        (|config| config.joint_attention_dim = usize::MAX, "joint_attention_dim"),
+        (|config| config.sample_size = usize::MAX, "sample_size"),
         (
             |config| config.attention_head_dim = usize::MAX / 2,
             "attention_head_dim",

@@ -86,6 +86,9 @@ impl Sd3Config {
             ("patch_size", self.patch_size),
             ("in_channels", self.in_channels),
             ("pos_embed_max_size", self.pos_embed_max_size),
+            ("joint_attention_dim", self.joint_attention_dim),
+            ("pooled_projection_dim", self.pooled_projection_dim),
+            ("sample_size", self.sample_size),
         ] {
             if value == 0 || value > LARGEST_SIZE {
                 return Err(format!("{key} is {value}, expected 1 to {LARGEST_SIZE}"));

@@ -16,7 +16,7 @@ fn bucket(distance: i64, buckets: usize, max_distance: usize) -> u32 {
     }
     // In f32, as transformers computes it.
     let ratio = (distance as f32 / exact as f32).ln() / (max_distance as f32 / exact as f32).ln();
-    let large = exact + (ratio * (half - exact) as f32) as usize;
+    let large = exact.saturating_add((ratio * (half - exact) as f32) as usize);
     (offset + large.min(half - 1)) as u32
 }
 

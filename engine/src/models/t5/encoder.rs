@@ -3,6 +3,7 @@
 use super::bias::relative_position_bias;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
+use crate::models::config::check_sizes;
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, Linear, RmsNorm, VisitLayers, padding_bias};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
@@ -49,6 +50,35 @@ impl Default for T5Config {
             layer_norm_epsilon: 1e-6,
             feed_forward_proj: "gated-gelu".into(),
         }
+    }
+}
+
+impl T5Config {
+    /// Checks the sizes that layers are made of.
+    fn check_sizes(&self) -> std::result::Result<(), String> {
+        check_sizes([
+            ("vocab_size", self.vocab_size),
+            ("d_model", self.d_model),
+            ("d_ff", self.d_ff),
+            ("num_heads", self.num_heads),
+            ("num_heads times d_kv", self.num_heads.saturating_mul(self.d_kv)),
+            ("relative_attention_num_buckets", self.relative_attention_num_buckets),
+        ])?;
+        let (buckets, distance) = (
+            self.relative_attention_num_buckets,
+            self.relative_attention_max_distance,
+        );
+        if buckets < 4 {
+            return Err("there are too few buckets of distances".into());
+        }
+        // A quarter of the buckets is for one distance each; the others share the distances from there to the largest.
+        let single = buckets / 4;
+        if distance <= single {
+            return Err(format!(
+                "`relative_attention_max_distance` is {distance}, expected more than a quarter of the buckets, {single}"
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -145,9 +175,7 @@ impl T5EncoderModel {
                 config.feed_forward_proj
             )));
         }
-        if config.relative_attention_num_buckets < 4 || config.relative_attention_max_distance < 2 {
-            return Err(weights.config_error("there are too few buckets of distances".into()));
-        }
+        config.check_sizes().map_err(|message| weights.config_error(message))?;
         let embedding = match ["shared", "encoder.embed_tokens"] {
             [shared, embed] if !weights.pp(shared).contains("weight") => weights.pp(embed),
             [shared, _] => weights.pp(shared),

@@ -1,6 +1,6 @@
 //! Compares tokens and states with transformers (`tests/reference/make_models_flux.py`).
 
-use super::{T5EncoderModel, T5Tokenizer};
+use super::{T5Config, T5EncoderModel, T5Tokenizer};
 use crate::models::config;
 use crate::testing::{fixtures, gap, largest};
 use crate::weights::Weights;
@@ -89,6 +89,32 @@ fn half_precision_is_within_its_arithmetic() {
         assert_eq!(found.dtype(), dtype);
         let error = gap(&found.to_dtype(DType::F32).unwrap(), expected) / largest(expected);
         assert!(error > 1e-5 && error < tolerance, "{dtype:?}: {error}");
+    }
+}
+
+#[test]
+fn sizes_of_no_model_are_refused() {
+    let folder = fixtures().join("tiny_flux/text_encoder_2");
+    type Change = fn(&mut T5Config);
+    let changes: [(Change, &str); 4] = [
+        (|config| config.d_kv = usize::MAX / 2, "`num_heads times d_kv`"),
+        (|config| config.d_ff = usize::MAX, "`d_ff`"),
+        (
+            |config| config.relative_attention_num_buckets = 2,
+            "too few buckets of distances",
+        ),
+        // Its logarithm would be a divisor, and 0.
+        (
+            |config| config.relative_attention_max_distance = config.relative_attention_num_buckets / 4,
+            "`relative_attention_max_distance`",
+        ),
+    ];
+    for (change, expected) in changes {
+        let mut config: T5Config = config::read(&folder.join("config.json")).unwrap();
+        change(&mut config);
+        let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+        let error = T5EncoderModel::new(&weights, &config).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
     }
 }
 

@@ -1,5 +1,6 @@
 //! `unet/config.json`, and the parameters of each block.
 
+use crate::models::config::check_sizes;
 use serde::Deserialize;
 
 /// One value for all blocks, or one per block.
@@ -13,6 +14,14 @@ pub enum PerBlock<T> {
 }
 
 impl<T: Clone> PerBlock<T> {
+    /// The values that the config has.
+    fn values(&self) -> &[T] {
+        match self {
+            Self::One(value) => std::slice::from_ref(value),
+            Self::Each(values) => values,
+        }
+    }
+
     fn expand(&self, blocks: usize, key: &str) -> Result<Vec<T>, String> {
         match self {
             Self::One(value) => Ok(vec![value.clone(); blocks]),
@@ -21,6 +30,9 @@ impl<T: Clone> PerBlock<T> {
         }
     }
 }
+
+/// The largest convolution kernel.
+const MAX_KERNEL: usize = 31;
 
 /// The `addition_embed_type` of SDXL: pooled text, and sizes as sinusoids.
 const TEXT_TIME: &str = "text_time";
@@ -219,6 +231,7 @@ impl UNetConfig {
         if blocks == 0 || self.block_out_channels.contains(&0) {
             return Err("`block_out_channels` is empty or has a 0".into());
         }
+        self.check_sizes()?;
         let attention = |types: &[String], key: &str, cross: &str, plain: &str| {
             if types.len() != blocks {
                 return Err(format!("`{key}` has {} values for {blocks} blocks", types.len()));
@@ -270,6 +283,52 @@ impl UNetConfig {
         })
     }
 
+    /// Checks the sizes that layers are made of.
+    fn check_sizes(&self) -> Result<(), String> {
+        let additional = self.additional_embedding()?;
+        let additional_sizes = additional.into_iter().flat_map(|widths| {
+            [
+                ("addition_time_embed_dim", widths.size),
+                ("projection_class_embeddings_input_dim", widths.inputs),
+            ]
+        });
+        let single = [
+            ("in_channels", self.in_channels),
+            ("out_channels", self.out_channels),
+            ("norm_num_groups", self.norm_num_groups),
+        ];
+        let channels = self.block_out_channels.iter();
+        let channels = channels.map(|channels| ("block_out_channels", *channels));
+        // Of layers there may be none.
+        let per_block = [
+            ("sample_size", &self.sample_size, 0),
+            ("cross_attention_dim", &self.cross_attention_dim, 0),
+            ("layers_per_block", &self.layers_per_block, 1),
+            ("transformer_layers_per_block", &self.transformer_layers_per_block, 1),
+        ];
+        let per_block = per_block
+            .into_iter()
+            .flat_map(|(key, sizes, least)| sizes.values().iter().map(move |size| (key, (*size).max(least))));
+        check_sizes(
+            single
+                .into_iter()
+                .chain(channels)
+                .chain(per_block)
+                .chain(additional_sizes),
+        )?;
+        // Sinusoids have half of the features, less the shift, as the divisor.
+        let widths = self.block_out_channels.first().copied();
+        let widths = widths.into_iter().chain(additional.map(|widths| widths.size));
+        let half = widths.min().unwrap_or(0) / 2;
+        if !self.freq_shift.is_finite() || self.freq_shift >= half as f64 {
+            return Err(format!(
+                "`freq_shift` is {}, expected less than half of the features of an embedded number, {half}",
+                self.freq_shift
+            ));
+        }
+        Ok(())
+    }
+
     fn check_supported(&self) -> Result<(), String> {
         let other = [
             (self.center_input_sample, "center_input_sample"),
@@ -312,6 +371,11 @@ impl UNetConfig {
                 self.conv_in_kernel.is_multiple_of(2) || self.conv_out_kernel.is_multiple_of(2),
                 "an even conv kernel",
             ),
+            (
+                self.conv_in_kernel.max(self.conv_out_kernel) > MAX_KERNEL,
+                "a conv kernel of more than 31 pixels",
+            ),
+            (self.downsample_padding > 1, "downsample_padding"),
         ];
         match other.iter().find(|(present, _)| *present) {
             Some((_, key)) => Err(format!(

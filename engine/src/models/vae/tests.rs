@@ -63,6 +63,30 @@ fn a_scaling_factor_of_zero_is_refused() {
 }
 
 #[test]
+fn sizes_of_no_model_are_refused() {
+    let folder = fixtures().join("tiny_sd/vae");
+    type Change = fn(&mut VaeConfig);
+    let changes: [(Change, &str); 6] = [
+        (|config| config.latent_channels = usize::MAX / 2, "`latent_channels`"),
+        (|config| config.latent_channels = 0, "`latent_channels`"),
+        (|config| config.out_channels = usize::MAX, "`out_channels`"),
+        (|config| config.norm_num_groups = 0, "`norm_num_groups`"),
+        (
+            |config| config.block_out_channels = vec![usize::MAX / 2; 2],
+            "`block_out_channels`",
+        ),
+        (|config| config.block_out_channels = vec![32; 70], "has 70 numbers"),
+    ];
+    for (change, expected) in changes {
+        let mut config: VaeConfig = config::read(&folder.join("config.json")).unwrap();
+        change(&mut config);
+        let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+        let error = AutoencoderKl::new(&weights, &config).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
 fn the_autoencoder_of_flux_and_its_gradients_match_diffusers() {
     let fixture = safetensors::load(fixtures().join("models/flux_vae.safetensors"), &Device::Cpu).unwrap();
     let model = AutoencoderKl::open(&fixtures().join("tiny_flux/vae"), DType::F32, &Device::Cpu).unwrap();

@@ -1,6 +1,10 @@
 //! The config of the autoencoder.
 
+use crate::models::config::check_sizes;
 use serde::Deserialize;
+
+/// The most levels: one halves the sides of the image.
+const MAX_LEVELS: usize = 16;
 
 /// `vae/config.json`. Missing keys have the values of SD 1.x.
 #[derive(Clone, Debug, Deserialize)]
@@ -78,6 +82,24 @@ impl VaeConfig {
         if self.block_out_channels.is_empty() || self.block_out_channels.contains(&0) {
             return Err("`block_out_channels` is empty or has a 0".into());
         }
+        let levels = self.block_out_channels.len();
+        if levels > MAX_LEVELS {
+            return Err(format!(
+                "`block_out_channels` has {levels} numbers, expected at most {MAX_LEVELS}"
+            ));
+        }
+        check_sizes(
+            self.block_out_channels
+                .iter()
+                .map(|channels| ("block_out_channels", *channels))
+                .chain([
+                    ("in_channels", self.in_channels),
+                    ("out_channels", self.out_channels),
+                    ("latent_channels", self.latent_channels),
+                    ("layers_per_block", self.layers_per_block.max(1)),
+                    ("norm_num_groups", self.norm_num_groups),
+                ]),
+        )?;
         if !known(&self.down_block_types, "DownEncoderBlock2D") || !known(&self.up_block_types, "UpDecoderBlock2D") {
             return Err("only DownEncoderBlock2D and UpDecoderBlock2D are supported".into());
         }

@@ -5,6 +5,7 @@ use super::block::{Sizes, ZImageTransformerBlock};
 use super::sequence::{Axes, Layout};
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
+use crate::models::config::check_sizes;
 use crate::nn::{self, LayerMut, LayerNorm, Linear, RmsNorm, VisitLayers, silu, sinusoids};
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
@@ -98,6 +99,11 @@ impl ZImageConfig {
                 self.dim, self.n_heads
             ));
         }
+        check_sizes(lengths.map(|length| ("axes_lens", length)).into_iter().chain([
+            ("dim", self.dim),
+            ("in_channels", self.in_channels),
+            ("cap_feat_dim", self.cap_feat_dim),
+        ]))?;
         Ok((widths, lengths))
     }
 
@@ -146,10 +152,7 @@ impl ZImageTransformer2DModel {
             return Err(weights.config_error(reason.into()));
         }
         let (widths, positions) = config.axes().map_err(|reason| weights.config_error(reason))?;
-        let Some(token) = config.in_channels.checked_mul(PATCH * PATCH) else {
-            return Err(weights.config_error(format!("in_channels {} is too large", config.in_channels)));
-        };
-        let width = config.dim;
+        let (token, width) = (config.in_channels * PATCH * PATCH, config.dim);
         let sizes = Sizes {
             width,
             heads: config.n_heads,
