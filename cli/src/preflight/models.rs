@@ -297,7 +297,11 @@ async fn lora_problem(spec: &JobSpec, input: &Input, lora: PathBuf, directory: &
     if !model.exists() {
         return None;
     }
-    let keys = [".model.assistant_lora_path", ".model.inference_lora_path"];
+    let keys = [
+        ".model.assistant_lora_path",
+        ".model.inference_lora_path",
+        ".model.accuracy_recovery_adapter",
+    ];
     let is_of_denoiser = keys.iter().any(|key| input.key.ends_with(key));
     let check = move || {
         aitk_engine::families::check(&model, arch, &parts).ok()?;

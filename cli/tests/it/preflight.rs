@@ -687,7 +687,11 @@ fn a_lora_that_does_not_fit_the_model_is_refused_before_anything_runs() {
     let of_text = home.path().join("text.safetensors");
     write_text_layers(&fixtures.join("lora/ai_toolkit.safetensors"), &of_text);
     let of_text = of_text.to_str().unwrap();
-    for key in ["assistant_lora_path", "inference_lora_path"] {
+    for key in [
+        "assistant_lora_path",
+        "inference_lora_path",
+        "quantize: true, accuracy_recovery_adapter",
+    ] {
         let (exit, said) = validate(key, of_text);
         assert_eq!(exit, 1, "{key}: {said}");
         assert!(said.contains("layers are of text encoders"), "{key}: {said}");

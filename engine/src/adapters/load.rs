@@ -63,30 +63,38 @@ pub fn check_denoiser_lora(path: &Path, model: &Path, arch: ArchName, parts: &Pa
 
 /// [`load_denoiser_lora`] of a file that was read.
 fn load_denoiser_file(model: &mut dyn Model, file: AdapterFile, multiplier: f64) -> Result<LoadedAdapter> {
-    if has_text_layers_only(&file) {
-        return Err(EngineError::WeightsFile {
-            reason: format!(
-                "all of its {} layers are of text encoders, but `assistant_lora_path` and `inference_lora_path` change the denoiser alone: \
-                 `model.lora_path` changes both",
-                file.modules.len()
-            ),
-            path: file.path.clone(),
-        });
-    }
+    check_has_denoiser_layers(&file)?;
     let mut parts = model.parts();
     parts.retain(|part| part.role == PartRole::Denoiser);
     load_file(&mut parts, file, multiplier)
+}
+
+/// Refuses a file whose layers are all of text encoders.
+fn check_has_denoiser_layers(file: &AdapterFile) -> Result<()> {
+    if !has_text_layers_only(file) {
+        return Ok(());
+    }
+    Err(EngineError::WeightsFile {
+        reason: format!(
+            "all of its {} layers are of text encoders, but `assistant_lora_path`, `inference_lora_path` and accuracy recovery adapters \
+             change the denoiser alone: `model.lora_path` changes both",
+            file.modules.len()
+        ),
+        path: file.path.clone(),
+    })
 }
 
 /// The layers of the denoiser that a LoRA file changes, by their dotted diffusers paths. Reads configs, names and shapes only. `parts`:
 /// as for [`check_lora`].
 ///
 /// # Errors
-/// As [`check_lora`].
+/// As [`check_denoiser_lora`].
 pub fn adapted_layers(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<BTreeSet<String>> {
+    let file = AdapterFile::open_layout(path)?;
+    check_has_denoiser_layers(&file)?;
     let mut model = families::layout(model, arch, parts)?;
     let mut parts = model.parts();
-    let (index, file) = (index_layers(&mut parts)?, AdapterFile::open_layout(path)?);
+    let index = index_layers(&mut parts)?;
     let (found, unknown) = file.resolve(&index)?;
     check_fits(&parts, &file, &found, &unknown)?;
     let denoisers: Vec<&str> = parts

@@ -564,7 +564,8 @@ fn a_lora_of_text_encoders_alone_is_none_for_the_denoiser() {
     };
     let check = |path: &Path| check_denoiser_lora(path, &folder, arch, &PartPaths::default());
     check_lora(&text, &folder, arch, &PartPaths::default()).unwrap();
-    for found in [load(&text), check(&text)] {
+    let recover = |path: &Path| adapted_layers(path, &folder, arch, &PartPaths::default());
+    for found in [load(&text), check(&text), recover(&text).map(drop)] {
         let error = found.unwrap_err().to_string();
         assert!(
             error.contains("layers are of text encoders") && error.contains("`model.lora_path`"),
@@ -573,6 +574,7 @@ fn a_lora_of_text_encoders_alone_is_none_for_the_denoiser() {
     }
     load(&whole).unwrap();
     check(&whole).unwrap();
+    assert!(!recover(&whole).unwrap().is_empty());
 }
 
 /// A training would say that its prompts were encoded with it.

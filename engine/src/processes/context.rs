@@ -2,7 +2,7 @@
 
 use super::events::{EventSink, OutputRequests, StopSignal};
 use super::log_file::LogFile;
-use crate::adapters::{LoadedAdapter, adapted_layers, load_lora};
+use crate::adapters::{LoadedAdapter, adapted_layers, is_of_text, load_denoiser_lora};
 use crate::device::Compute;
 use crate::device::allocator::FreedMemory;
 use crate::error::{EngineError, Result};
@@ -135,6 +135,25 @@ impl Context<'_> {
         }
     }
 
+    /// As [`Self::log_loaded_lora`], of a LoRA file of which the denoiser alone has layers: those of text encoders, which are not used, no
+    /// longer count as unknown.
+    pub(super) fn log_loaded_denoiser_lora(&mut self, path: &Path, loaded: &mut LoadedAdapter) {
+        let unknown = loaded.unknown.len();
+        loaded.unknown.retain(|name| !is_of_text(name));
+        self.log_loaded_lora(path, loaded);
+        let of_text = unknown - loaded.unknown.len();
+        if of_text > 0 {
+            self.log(
+                "warn",
+                format!(
+                    "{}: its {of_text} layers of text encoders are not used, as in ai-toolkit: `assistant_lora_path`, \
+                     `inference_lora_path` and accuracy recovery adapters change the denoiser alone",
+                    path.display()
+                ),
+            );
+        }
+    }
+
     /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
     /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
     /// is handled as the profile says. `changes`: what the job changes of the weights. `prompts`: prompts that were
@@ -169,11 +188,8 @@ impl Context<'_> {
         let mut model = families::load(&path, config.arch.name, &options)?;
         if let Some(adapter) = recovery {
             // As ai-toolkit, which quantises the text encoders without it.
-            let mut parts = model.parts();
-            parts.retain(|part| part.role == PartRole::Denoiser);
-            let loaded = load_lora(&mut parts, &adapter, 1.0)?;
-            drop(parts);
-            self.log_loaded_lora(&adapter, &loaded);
+            let mut loaded = load_denoiser_lora(&mut *model, &adapter, 1.0)?;
+            self.log_loaded_denoiser_lora(&adapter, &mut loaded);
         }
         for (role, kinds) in model.quantised_in_file() {
             let key_and_qtype = match role {
