@@ -5,6 +5,7 @@
 //! from a repository. Command line, worker and engine use the same function, so that they get the same result.
 
 mod classes;
+mod clip_config;
 mod complete;
 mod family;
 mod inventory;
@@ -14,6 +15,7 @@ mod parts;
 mod support;
 mod weights_files;
 
+pub use clip_config::clip_text_config;
 pub use complete::{damaged_file, missing_files};
 pub use family::{Family, ModelFileKind};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, TensorShapes, Unreadable, header_of, small_files};

@@ -2,6 +2,7 @@
 
 use super::config_values::{MAX_COUNT, MAX_WIDTH, as_u32, flag, number};
 pub use super::transformer_shapes::{LanguageKind, LanguageShapes, TransformerKind, TransformerShapes};
+use crate::model_files::clip_text_config;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
@@ -202,7 +203,8 @@ impl UNetShapes {
 }
 
 impl TextShapes {
-    fn read(config: &Value) -> Option<Self> {
+    fn read(config: Value) -> Option<Self> {
+        let config = &clip_text_config(config);
         let projects = config.pointer("/architectures/0").and_then(Value::as_str);
         let projects = projects.is_some_and(|name| name.ends_with("WithProjection"));
         Some(Self {
@@ -276,9 +278,9 @@ impl ModelShapes {
             return Self::with_transformer(folder, transformer, vae)?.checked();
         }
         let mut text = [TextShapes::default(); MAX_TEXT_ENCODERS];
-        text[0] = TextShapes::read(&config("text_encoder")?)?;
+        text[0] = TextShapes::read(config("text_encoder")?)?;
         if let Some(second) = config("text_encoder_2") {
-            text[1] = TextShapes::read(&second)?;
+            text[1] = TextShapes::read(second)?;
         }
         Self {
             unet: UNetShapes::read(&config("unet")?)?,
@@ -292,7 +294,7 @@ impl ModelShapes {
     /// Reads the configs of the text encoders that belong to a transformer.
     fn with_transformer(folder: &Path, transformer: TransformerShapes, vae: VaeShapes) -> Option<Self> {
         let config = |part: &str| read_config(&folder.join(part));
-        let clip = |part: &str| TextShapes::read(&config(part)?);
+        let clip = |part: &str| TextShapes::read(config(part)?);
         let mut text = [TextShapes::default(); MAX_TEXT_ENCODERS];
         let language = match transformer.kind {
             TransformerKind::None => return None,

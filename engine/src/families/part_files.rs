@@ -4,6 +4,7 @@ use super::options::LoadOptions;
 use super::part_role::PartRole;
 use super::scheduler_config;
 use crate::error::{EngineError, Result};
+use crate::models::clip::ClipTextConfig;
 use crate::models::config;
 use crate::models::single_file::without_prefix;
 use crate::models::t5::{T5Config, gguf_names};
@@ -74,6 +75,14 @@ pub(super) fn text_encoder<T: DeserializeOwned>(part: &PartFiles, published: T) 
     let index = tensors(part)?;
     index.check_scales()?;
     Ok((index, read_config(part, published)?))
+}
+
+/// The tensors of a CLIP text encoder with the names of transformers, and its config; without a file, `published`.
+pub(super) fn clip(part: &PartFiles, published: ClipTextConfig) -> Result<(Index, ClipTextConfig)> {
+    let config = part.config.as_deref().map_or(Ok(published), ClipTextConfig::read)?;
+    let index = tensors(part)?;
+    index.check_scales()?;
+    Ok((index, config))
 }
 
 /// The tensors of T5 with the names of transformers, and its config.

@@ -564,6 +564,22 @@ fn paths_that_are_no_sd_model_are_refused_with_the_reason() {
 }
 
 #[test]
+fn the_config_of_a_text_encoder_may_be_part_of_that_of_a_whole_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let (alone, whole) = (
+        fixtures().join("tiny_sd/text_encoder/config.json"),
+        folder.path().join("config.json"),
+    );
+    let text = config::read_json(&alone).unwrap();
+    let value =
+        serde_json::json!({"model_type": "clip", "projection_dim": 512, "text_config": text, "vision_config": {}});
+    std::fs::write(&whole, value.to_string()).unwrap();
+    let [alone, whole] = [alone, whole].map(|file| format!("{:?}", ClipTextConfig::read(&file).unwrap()));
+    assert_eq!(alone, whole);
+    assert_ne!(alone, format!("{:?}", ClipTextConfig::default()));
+}
+
+#[test]
 fn a_text_encoder_with_sizes_of_no_model_is_refused() {
     type Change = fn(&mut ClipTextConfig);
     let changes: [(Change, &str); 4] = [

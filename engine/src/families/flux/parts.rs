@@ -2,7 +2,7 @@
 
 use crate::error::{EngineError, Result};
 use crate::families::options::LoadOptions;
-use crate::families::part_files::{Published, TransformerKind, required, t5, text_encoder, vae_part};
+use crate::families::part_files::{Published, TransformerKind, clip, required, t5, vae_part};
 use crate::families::scheduler_config;
 use crate::models::clip::ClipTextConfig;
 use crate::models::config;
@@ -54,7 +54,7 @@ impl Parts {
         let vae = required(&parts, ModelPart::Vae)?;
         let t5_tokenizer = parts.tokenizer(ModelPart::T5).unwrap_or(path);
         Ok(Self {
-            clip: text_encoder(required(&parts, ModelPart::ClipL)?, ClipTextConfig::default())?,
+            clip: clip(required(&parts, ModelPart::ClipL)?, ClipTextConfig::default())?,
             t5: t5(required(&parts, ModelPart::T5)?)?,
             transformer: (transformer, flux_config),
             transformer_json,

@@ -2,7 +2,7 @@
 
 use crate::error::{EngineError, Result};
 use crate::families::options::LoadOptions;
-use crate::families::part_files::{Published, TransformerKind, required, scheduler, t5, text_encoder, vae_part};
+use crate::families::part_files::{Published, TransformerKind, clip, required, scheduler, t5, vae_part};
 use crate::models::clip::ClipTextConfig;
 use crate::models::sd3::{Sd3Config, single_file};
 use crate::models::t5::T5Config;
@@ -54,8 +54,8 @@ impl Parts {
         let tokenizer = |part| parts.tokenizer(part).map(Path::to_path_buf);
         Ok(Self {
             clip: [
-                text_encoder(required(&parts, ModelPart::ClipL)?, published_clip_l())?,
-                text_encoder(required(&parts, ModelPart::ClipG)?, published_clip_g())?,
+                clip(required(&parts, ModelPart::ClipL)?, published_clip_l())?,
+                clip(required(&parts, ModelPart::ClipG)?, published_clip_g())?,
             ],
             clip_tokenizers: [ModelPart::ClipL, ModelPart::ClipG].map(tokenizer),
             t5: match (parts.get(ModelPart::T5), tokenizer(ModelPart::T5)) {

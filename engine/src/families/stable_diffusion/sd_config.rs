@@ -54,7 +54,8 @@ impl SdConfig {
     /// When a config is missing or invalid.
     pub fn open(folder: &Path, variant: &Variant) -> Result<Self> {
         let text_encoders = variant.text_encoders.iter();
-        let text_encoders = text_encoders.map(|spec| config::read(&folder.join(spec.folder).join("config.json")));
+        let text_encoders =
+            text_encoders.map(|spec| ClipTextConfig::read(&folder.join(spec.folder).join("config.json")));
         Ok(Self {
             text_encoders: text_encoders.collect::<Result<_>>()?,
             unet: config::read(&folder.join("unet/config.json"))?,

@@ -2,13 +2,15 @@
 
 use super::learned::LearnedVectors;
 use crate::checkpointing::{BlockSequence, Checkpointing};
-use crate::error::Result;
-use crate::models::config::check_sizes;
+use crate::error::{EngineError, Result};
+use crate::models::config::{self, check_sizes};
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers, padding_bias};
 use crate::weights::{Init, Weights};
+use aitk_common::model_files::clip_text_config;
 use candle_core::{DType, Tensor};
 use serde::Deserialize;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// `text_encoder/config.json`. Missing keys have the values of SD 1.x.
@@ -59,6 +61,15 @@ impl Default for ClipTextConfig {
 }
 
 impl ClipTextConfig {
+    /// Reads `config.json` of a text encoder, or of a CLIP model that was saved whole.
+    ///
+    /// # Errors
+    /// As [`config::read`].
+    pub fn read(path: &Path) -> Result<Self> {
+        let value = clip_text_config(config::read_json(path)?);
+        config::from_value(value).map_err(|message| EngineError::model_config(path, message))
+    }
+
     /// Checks the sizes that layers are made of.
     fn check_sizes(&self) -> std::result::Result<(), String> {
         check_sizes([
