@@ -1,5 +1,6 @@
 //! Qwen3 (transformers' `Qwen3Model`): a decoder-only language model, whose hidden states are the text of Z-Image.
 
+mod chat_template;
 pub(crate) mod gguf_names;
 mod model;
 #[cfg(test)]

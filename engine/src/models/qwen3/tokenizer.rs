@@ -3,6 +3,7 @@
 //! A `tokenizer/` folder has `tokenizer.json`, or `vocab.json` and `merges.txt`, and files with special and added tokens. The rules
 //! are NFC, Qwen's pattern, bytes to printable characters, BPE.
 
+use super::chat_template;
 use crate::error::{EngineError, Result};
 use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
 use crate::models::{config, tokenizer_file};
@@ -49,7 +50,7 @@ impl Qwen3Tokenizer {
     /// Opens a `tokenizer/` folder.
     ///
     /// # Errors
-    /// When a file is missing, or the files are not those of a Qwen tokenizer.
+    /// When a file is missing, or the files are not those of a Qwen tokenizer, or it has another chat template.
     pub fn open(folder: &Path) -> Result<Self> {
         let wrong = |file: &str, e: &dyn std::fmt::Display| EngineError::model_config(folder.join(file), e.to_string());
         let mut tokenizer = if folder.join("tokenizer.json").is_file() {
@@ -65,6 +66,7 @@ impl Qwen3Tokenizer {
             let bpe = bpe.map_err(|e| wrong("vocab.json and merges.txt", &e))?;
             from_vocabulary(bpe).map_err(|e| wrong("vocab.json", &e))?
         };
+        chat_template::check(folder)?;
         let special = SpecialTokens::read(folder, DEFAULTS)?;
         special.add_to(&mut tokenizer)?;
         for token in [START, END] {
