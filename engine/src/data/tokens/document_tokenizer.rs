@@ -1,11 +1,9 @@
 //! Texts to tokens of documents, with the tokenizer of a model.
 
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::{FimTokens, TextTokenizer, open_tokenizer};
-use aitk_common::fsutil::regular;
+use crate::models::causal_lm::{FimTokens, TextTokenizer, eos_token_name, open_tokenizer};
+use crate::models::config;
 use aitk_common::gguf::model_file;
-use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use serde_json::Value;
 use std::path::Path;
 use tokenizers::{Encoding, Tokenizer};
 
@@ -125,38 +123,25 @@ impl DocumentTokenizer {
 /// The token that ends a document: `eos_token` of `tokenizer_config.json` or of `special_tokens_map.json`, else the (first)
 /// `eos_token_id` of `config.json`.
 fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
-    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
-        let path = folder.join(file);
-        let Some(json) = read_json(&path)? else { continue };
-        let token = json.get("eos_token");
-        let name = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
-        if let Some(name) = name {
-            let id = tokenizer.token_to_id(name).ok_or_else(|| {
-                EngineError::model_config(
-                    &path,
-                    format!("`eos_token` is `{name}`, which tokenizer.json does not have"),
-                )
-            })?;
-            return Ok(Some(id));
-        }
+    if let Some((path, name)) = eos_token_name(folder)? {
+        let id = tokenizer.token_to_id(&name).ok_or_else(|| {
+            EngineError::model_config(
+                path,
+                format!("`eos_token` is `{name}`, which tokenizer.json does not have"),
+            )
+        })?;
+        return Ok(Some(id));
     }
-    let Some(config) = read_json(&folder.join("config.json"))? else {
+    let path = folder.join("config.json");
+    if !path.is_file() {
         return Ok(None);
-    };
+    }
+    let config = config::read_json(&path)?;
     let id = config.get("eos_token_id");
     let id = id.and_then(|id| id.as_u64().or_else(|| id.as_array()?.first()?.as_u64()));
     Ok(id
         .and_then(|id| u32::try_from(id).ok())
         .filter(|id| tokenizer.id_to_token(*id).is_some()))
-}
-
-fn read_json(path: &Path) -> Result<Option<Value>> {
-    if !path.is_file() {
-        return Ok(None);
-    }
-    let bytes = regular::read(path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(path, error))?;
-    let json = serde_json::from_slice(&bytes).map_err(|error| EngineError::model_config(path, error.to_string()))?;
-    Ok(Some(json))
 }
 
 #[cfg(test)]

@@ -32,5 +32,5 @@ pub use config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, Posi
 pub use gguf::GgufExport;
 pub use model::{CausalLm, CausalLmOptions};
 pub use model_path::{open_tokenizer, read_config};
-pub use tokenizer::{FimTokens, TextTokenizer};
+pub use tokenizer::{FimTokens, TextTokenizer, eos_token_name};
 pub use train_tokenizer::{END_TOKEN, train_tokenizer};

@@ -31,6 +31,29 @@ pub struct TextTokenizer {
     path: PathBuf,
     /// Special tokens that it adds at the end of a text.
     added_at_end: usize,
+    /// The token that ends a text.
+    end: Option<u32>,
+}
+
+/// The name of the token that ends a text, `eos_token` of `tokenizer_config.json` or of `special_tokens_map.json`, with that file.
+/// `None`: the folder names none.
+///
+/// # Errors
+/// When one of the files is not JSON.
+pub fn eos_token_name(folder: &Path) -> Result<Option<(PathBuf, String)>> {
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let path = folder.join(file);
+        if !path.is_file() {
+            continue;
+        }
+        let json = config::read_json(&path)?;
+        let token = json.get("eos_token");
+        let name = token.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
+        if let Some(name) = name {
+            return Ok(Some((path, name.to_owned())));
+        }
+    }
+    Ok(None)
 }
 
 /// The number of special tokens that a tokenizer adds at the end of a text: in the first text with tokens of its own, those that were
@@ -49,7 +72,7 @@ impl TextTokenizer {
     /// Opens `tokenizer.json` of a model folder, for a model with this many token ids.
     ///
     /// # Errors
-    /// When it cannot be read, or has ids that the model does not have.
+    /// When it or a file beside it cannot be read, or it has ids that the model does not have.
     pub fn open(folder: &Path, vocab_size: usize) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         let text = config::read_text(&path).map_err(|error| match error.kind() {
@@ -59,7 +82,9 @@ impl TextTokenizer {
         let tokenizer: Tokenizer = text
             .parse()
             .map_err(|error| EngineError::model_config(&path, format!("this is not a tokenizer: {error}")))?;
-        Self::new(tokenizer, path, vocab_size)
+        let tokenizer = Self::new(tokenizer, path, vocab_size)?;
+        let end = eos_token_name(folder)?.and_then(|(_, name)| tokenizer.token_id(&name));
+        Ok(Self { end, ..tokenizer })
     }
 
     /// A tokenizer from the text of a `tokenizer.json`; `path` is for messages.
@@ -88,6 +113,7 @@ impl TextTokenizer {
             tokenizer,
             path,
             added_at_end,
+            end: None,
         })
     }
 
@@ -107,6 +133,12 @@ impl TextTokenizer {
     #[must_use]
     pub fn added_at_end(&self) -> usize {
         self.added_at_end
+    }
+
+    /// The token that ends a text according to the folder's files of the tokenizer. `None`: they name none that it has.
+    #[must_use]
+    pub fn end(&self) -> Option<u32> {
+        self.end
     }
 
     /// The ids of a text with a gap, in the order prefix, suffix, middle (PSM).

@@ -230,7 +230,11 @@ impl<'a> Batch<'a> {
             )));
         };
         text.tokens.push(token);
-        let is_end = self.model.config().eos_token_ids.contains(&token);
+        // A model that names no end token was trained with that of its tokenizer.
+        let is_end = match self.model.config().eos_token_ids.as_slice() {
+            [] => self.tokenizer.end() == Some(token),
+            ids => ids.contains(&token),
+        };
         let before = text.stream.text().len();
         if !is_end {
             text.stream.push(self.tokenizer, token)?;

@@ -149,6 +149,26 @@ fn an_end_token_ends_a_text() {
 }
 
 #[test]
+fn without_an_end_token_of_the_model_that_of_its_tokenizer_ends_a_text() {
+    let tiny = Tiny::new("starcoder2");
+    let greedy = tiny.greedy("1.0");
+    let end = greedy[4];
+    let first = greedy.iter().position(|id| *id == end).unwrap();
+    let tokenizer = TextTokenizer::open(tiny.folder.path(), tiny.vocab_size).unwrap();
+    let name = tokenizer.inner().0.id_to_token(end).unwrap();
+    let write = |file: &str, value: Value| std::fs::write(tiny.folder.path().join(file), value.to_string()).unwrap();
+    write("tokenizer_config.json", json!({"eos_token": {"content": name}}));
+    let generate = || tiny.generate(&settings(64), &[tiny.prompt(7)]).unwrap().completions[&0].clone();
+    let found = generate();
+    assert_eq!(found.reason, StopReason::EndToken);
+    assert_eq!(found.tokens, greedy[..=first]);
+    // The model's own tokens come first.
+    let other = (0..tiny.vocab_size as u32).find(|id| !greedy.contains(id)).unwrap();
+    write("generation_config.json", json!({"eos_token_id": other}));
+    assert_eq!(generate().reason, StopReason::MaxNewTokens);
+}
+
+#[test]
 fn a_stop_text_ends_a_text_before_it() {
     let tiny = Tiny::new("llama");
     let whole = tiny.generate(&settings(64), &[tiny.prompt(7)]).unwrap().completions[&0].clone();
