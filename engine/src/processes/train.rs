@@ -27,6 +27,7 @@ mod run;
 mod samples;
 mod saving;
 mod settings_check;
+mod size_check;
 mod sliders;
 mod step;
 mod switched_loras;
@@ -183,8 +184,9 @@ impl<'a> Run<'a> {
             None => latents::store(process, &vae_path, model.codec())?,
         };
         samples::check_samplers(process, &*model)?;
-        samples::check_sizes(process, &*model)?;
+        size_check::check_sizes(process, &*model)?;
         if let Some(validation) = &mut validation {
+            size_check::check_validation(validation, &*model)?;
             validation.encode(model.codec())?;
         }
         let events = tensorboard::event_log(process, &folder.path, cx);

@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::super::rate::Progress;
 use super::run::Run;
 use crate::error::{EngineError, Result};
-use crate::families::{Model, SizeLimit};
+use crate::families::Model;
 use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, check_sampler, generate_images};
 use aitk_common::fsutil;
@@ -166,25 +166,6 @@ pub(super) fn check_samplers(process: &TrainerProcess, model: &dyn Model) -> Res
         let requests = section.requests(process.sample_trigger());
         check_sampler(model, section.sampler.name(), process.model.is_v_pred, &requests)
             .map_err(|error| EngineError::bad_input(format!("{key}.sampler: {error}")))?;
-    }
-    Ok(())
-}
-
-/// Checks that the model can make samples of these sizes: a training should not fail at its first ones. The model needs no weights.
-pub(super) fn check_sizes(process: &TrainerProcess, model: &dyn Model) -> Result<()> {
-    let Some(limit) = SizeLimit::of(model).filter(|_| !process.train.disable_sampling) else {
-        return Ok(());
-    };
-    for (key, section) in [
-        ("sample", Some(&process.sample)),
-        ("first_sample", process.first_sample.as_ref()),
-    ] {
-        let requests = section.map(|section| section.requests(process.sample_trigger()));
-        for (index, request) in requests.unwrap_or_default().iter().enumerate() {
-            limit
-                .check(request.width, request.height)
-                .map_err(|problem| EngineError::bad_input(format!("{key}.samples[{index}]: {problem}")))?;
-        }
     }
     Ok(())
 }

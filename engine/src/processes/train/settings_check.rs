@@ -1,6 +1,6 @@
 //! Checks the settings of a training that depend on the model: from its configs, names and shapes, before anything is loaded.
 
-use super::{objective, samples, target};
+use super::{objective, samples, size_check, target};
 use crate::adapters::AdapterFile;
 use crate::error::Result;
 use crate::families;
@@ -9,7 +9,7 @@ use aitk_common::model_files::PartPaths;
 use std::path::Path;
 
 /// Checks that a training can start on a model: what the model predicts fits the options of the loss, the sampler can make the samples, the
-/// model has positions for their sizes, the network has layers to train, `train.lr_factors` are for some of its tensors, and the whole model
+/// model has positions for their sizes and those of a slider, the network has layers to train, `train.lr_factors` are for some of its tensors, and the whole model
 /// can be saved in the format of the config. `parts`: where parts come from that `model` does not have. `ranks_file`: the file of
 /// `network.pretrained_lora_path`, if it is there.
 ///
@@ -24,7 +24,7 @@ pub fn check_settings(
     let mut model = families::layout(model, process.model.arch.name, parts)?;
     objective::objective(process, &*model)?;
     samples::check_samplers(process, &*model)?;
-    samples::check_sizes(process, &*model)?;
+    size_check::check_sizes(process, &*model)?;
     let takes_ranks = process
         .network
         .as_ref()
@@ -48,12 +48,13 @@ mod tests {
     use aitk_common::job::arch::ArchName;
     use aitk_common::job::lr_factor::LrFactor;
     use aitk_common::job::network::NetworkConfig;
-    use aitk_common::job::process::TrainerProcess;
+    use aitk_common::job::process::{ProcessType, TrainerProcess};
     use aitk_common::job::sample::SampleItem;
     use aitk_common::job::sampler::SamplerName;
     use aitk_common::job::save::SaveFormat;
+    use aitk_common::job::slider::SliderConfig;
     use aitk_common::job::train::LossTarget;
-    use aitk_common::job::values::OneOrMany;
+    use aitk_common::job::values::{ImageSize, OneOrMany};
     use aitk_common::model_files::PartPaths;
 
     fn check(arch: ArchName, folder: &str, change: impl Fn(&mut TrainerProcess)) -> Result<(), String> {
@@ -143,6 +144,28 @@ mod tests {
             "{error}"
         );
         assert_eq!(check(272, "b", true), Ok(()));
+    }
+
+    #[test]
+    fn a_size_of_a_slider_beyond_the_positions_of_the_model_is_found() {
+        let check = |kind: ProcessType, side: u32| {
+            check(ArchName::Sd3, "tiny_sd35", |process| {
+                process.kind = kind;
+                process.sample.sampler = SamplerName::FlowMatch;
+                process.slider = Some(SliderConfig {
+                    resolutions: vec![ImageSize(64, 64), ImageSize(64, side)],
+                    ..SliderConfig::default()
+                });
+            })
+        };
+        assert_eq!(check(ProcessType::Slider, 256), Ok(()));
+        let error = check(ProcessType::Slider, 272).unwrap_err();
+        assert!(
+            error.contains("slider.resolutions[1]: an image of 64 x 272 pixels is too large"),
+            "{error}"
+        );
+        // It uses no sizes.
+        assert_eq!(check(ProcessType::SdTrainer, 272), Ok(()));
     }
 
     /// `tiny_sd21` says `v_prediction` in its scheduler config, which no key of the config does.

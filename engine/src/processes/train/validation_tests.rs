@@ -82,6 +82,34 @@ in_portable_mode! {
     the_loss_is_that_of_diffusers,
 }
 
+/// `tiny_sd35` has positions for 256 x 256 pixels.
+#[test]
+fn an_image_beyond_the_positions_of_the_model_is_refused_before_the_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("large.png");
+    image::RgbImage::new(512, 512).save(&image).unwrap();
+    let mut process = flow_trainer(dir.path(), ArchName::Sd3, &fixtures().join("tiny_sd35"), 1);
+    process.train.validation_config = Some(ValidationConfig {
+        validation_items: vec![ValidationItem {
+            image_path: image.display().to_string(),
+            ..ValidationItem::default()
+        }],
+        resolution: 512,
+        validation_sigmas: vec![0.5],
+        ..ValidationConfig::default()
+    });
+    let (outcome, events) = run_spec(&spec(process));
+    let message = match outcome {
+        Outcome::Failed { message, .. } => message,
+        other => panic!("{other:?}: {}", logs(&events)),
+    };
+    assert!(
+        message.contains("validation_items[0]") && message.contains("512 x 512 pixels is too large"),
+        "{message}"
+    );
+    assert!(losses(&events).is_empty());
+}
+
 /// The weights and the losses are those of a run without it: with a LoRA of the text encoder too, with dropout, with encoded prompts,
 /// and of a whole model.
 #[test]
