@@ -115,15 +115,15 @@ impl TensorFile {
                 Ok(flat.dequantize()?.narrow(0, elements.start - first, count)?)
             }
             // A whole number, such as the alpha of a LoRA.
-            StorageType::Unsupported(ref type_name)
+            StorageType::Unsupported(_) | StorageType::Bytes | StorageType::Int8
                 if count == 1 && stored_tensor.shape.iter().product::<usize>() == 1 =>
             {
                 let data = self.reader.read(
                     stored_tensor.start,
                     stored_tensor.end.saturating_sub(stored_tensor.start),
                 )?;
-                let number =
-                    whole_number(type_name, &data).ok_or_else(|| self.unsupported_error(name, stored_tensor))?;
+                let number = whole_number(&stored_tensor.storage, &data)
+                    .ok_or_else(|| self.unsupported_error(name, stored_tensor))?;
                 Ok(Tensor::from_vec(vec![number], 1, device)?.to_dtype(dtype)?)
             }
             _ => Err(self.unsupported_error(name, stored_tensor)),
@@ -276,11 +276,19 @@ impl TensorFile {
 }
 
 /// The number in these bytes, if safetensors calls the type an integer.
-fn whole_number(type_name: &str, bytes: &[u8]) -> Option<f32> {
+fn whole_number(storage: &StorageType, bytes: &[u8]) -> Option<f32> {
+    let type_name = match storage {
+        StorageType::Unsupported(type_name) => type_name.as_str(),
+        StorageType::Bytes => "U8",
+        StorageType::Int8 => "I8",
+        _ => return None,
+    };
     Some(match type_name {
         "I64" => i64::from_le_bytes(bytes.try_into().ok()?) as f32,
         "I32" => i32::from_le_bytes(bytes.try_into().ok()?) as f32,
         "I16" => f32::from(i16::from_le_bytes(bytes.try_into().ok()?)),
+        "I8" => f32::from(i8::from_le_bytes(bytes.try_into().ok()?)),
+        "U8" => f32::from(u8::from_le_bytes(bytes.try_into().ok()?)),
         _ => return None,
     })
 }

@@ -274,10 +274,17 @@ impl Index {
     /// # Errors
     /// When one is not: the error names it and its type.
     pub fn check_types(&self) -> Result<()> {
-        let unknown = |entry: &&Entry| matches!(entry.storage, StorageType::Unsupported(_));
-        match self.entries.values().find(unknown) {
+        let is_read = |entry: &Entry| match entry.storage {
+            StorageType::Unsupported(_) => false,
+            // Integers of 8 bits are codes: without scales they are of a format that is not known.
+            StorageType::Bytes | StorageType::Int8 => entry.quantization.is_some(),
+            _ => true,
+        };
+        let unread = self.entries.values().find(|entry| !is_read(entry));
+        // An index without files has only names and shapes.
+        match unread.and_then(|entry| Some((entry, self.files.get(entry.location.file)?))) {
             None => Ok(()),
-            Some(entry) => Err(self.files[entry.location.file].type_error(&entry.location.name, &entry.storage)),
+            Some((entry, file)) => Err(file.type_error(&entry.location.name, &entry.storage)),
         }
     }
 

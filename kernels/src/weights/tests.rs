@@ -79,6 +79,27 @@ fn long_tensors_are_read_in_chunks_and_a_truncated_file_is_an_error() {
 }
 
 #[test]
+fn integers_of_8_bits_without_scales_are_found_without_reading_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.safetensors");
+    let save = |values: Vec<u8>| {
+        let tensor = Tensor::new(values, &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&HashMap::from([("block.weight", tensor)]), &file).unwrap();
+        Index::open(&file).unwrap()
+    };
+    let index = save(vec![1, 2, 3]);
+    let found = index.read("block.weight", DType::F32, &Device::Cpu).map(drop);
+    for found in [found, index.check_types()] {
+        let error = found.unwrap_err().to_string();
+        assert!(error.contains("tensor `block.weight` is stored as U8"), "{error}");
+    }
+    index.shapes_only().check_types().unwrap();
+    // A whole number, such as the alpha of a LoRA.
+    let number = save(vec![8]).read("block.weight", DType::F32, &Device::Cpu).unwrap();
+    assert_eq!(number.to_vec1::<f32>().unwrap(), [8.0]);
+}
+
+#[test]
 fn a_missing_tensor_or_wrong_shape_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.safetensors");
