@@ -140,6 +140,7 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<ZImageTextEncoder>
         tokenizer: Qwen3Tokenizer::open(&parts.tokenizer)?,
         model,
         max_sequence_length: TEXT_TOKENS,
+        max_tokens: parts.transformer.1.max_caption_tokens(),
         device: options.device.clone(),
     })
 }

@@ -31,6 +31,19 @@ fn the_registry_loads_and_checks_a_folder() {
     assert!(other.to_string().contains("flux"), "{other}");
 }
 
+/// `tiny_zimage` has 96 positions: two of them are for the image and before the caption, and captions are padded to multiples of 32.
+#[test]
+fn a_prompt_beyond_the_positions_of_the_model_is_refused_when_it_is_encoded() {
+    let model = load(&LoadOptions::cpu());
+    let encode = |words: usize| model.encode_prompts(&[Prompt::new("short"), Prompt::new("red ".repeat(words))]);
+    encode(4).unwrap();
+    let error = encode(80).unwrap_err().to_string();
+    assert!(
+        error.contains("has positions for 64") && error.contains("red red"),
+        "{error}"
+    );
+}
+
 #[test]
 fn what_does_not_fit_is_an_error_that_says_what() {
     let message = |change: &dyn Fn(&std::path::Path)| {

@@ -1,6 +1,6 @@
 //! The text encoder of Z-Image: Qwen3 without its last layer.
 
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::{Part, TextEncoders};
 use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
@@ -20,6 +20,8 @@ pub(super) struct ZImageTextEncoder {
     pub(super) model: Qwen3Model,
     /// Tokens of a prompt, with those of the chat around it.
     pub(super) max_sequence_length: usize,
+    /// The most tokens of a prompt for which the transformer has positions.
+    pub(super) max_tokens: usize,
     pub(super) device: Device,
 }
 
@@ -27,6 +29,15 @@ impl TextEncoders for ZImageTextEncoder {
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
         let texts: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
         let tokens = self.tokenizer.encode_chat(&texts, self.max_sequence_length)?;
+        let mut lengths = texts.iter().zip(&tokens.lengths);
+        if let Some((text, length)) = lengths.find(|(_, length)| **length > self.max_tokens) {
+            return Err(EngineError::bad_input(format!(
+                "a prompt has {length} tokens with those of the chat around it, and the model has positions for {} (`axes_lens` in \
+                 transformer/config.json): shorten it. It begins with: {}",
+                self.max_tokens,
+                text.chars().take(100).collect::<String>()
+            )));
+        }
         // The padding of shorter texts comes after them, so that it changes nothing: attention is causal.
         let states = self.model.forward(&tokens.ids.to_device(&self.device)?, None)?;
         let longest = states.dim(1)?;

@@ -7,7 +7,7 @@ use crate::nn::{Rotary, RotaryPairs, key_bias};
 use candle_core::{Device, Result, Tensor};
 
 /// Tokens of images and of captions are padded to multiples of this number.
-const MULTIPLE: usize = 32;
+pub(super) const MULTIPLE: usize = 32;
 
 /// The number of tokens with padding.
 pub(super) fn padded(tokens: usize) -> usize {

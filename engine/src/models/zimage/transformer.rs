@@ -2,7 +2,7 @@
 //! blocks of both, output.
 
 use super::block::{Sizes, ZImageTransformerBlock};
-use super::sequence::{Axes, Layout};
+use super::sequence::{Axes, Layout, MULTIPLE};
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::models::config::check_sizes;
@@ -82,6 +82,13 @@ impl Default for ZImageConfig {
 }
 
 impl ZImageConfig {
+    /// The most tokens of a caption: padded, they have positions before those of the image.
+    #[must_use]
+    pub fn max_caption_tokens(&self) -> usize {
+        let positions = self.axes_lens.first().copied().unwrap_or(0).saturating_sub(2);
+        positions / MULTIPLE * MULTIPLE
+    }
+
     /// The features and the number of positions of the axes.
     fn axes(&self) -> std::result::Result<([usize; 3], [usize; 3]), String> {
         let (Ok(widths), Ok(lengths)) = (
