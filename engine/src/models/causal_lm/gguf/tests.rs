@@ -132,6 +132,30 @@ fn a_stored_table_gives_the_logits_of_the_widened_one() {
 }
 
 #[test]
+fn every_token_that_ends_a_text_is_in_the_file() {
+    let tokens = ["<|endoftext|>", "<fim_prefix>"].map(|name| json!({"eos_token": name}));
+    for (of_config, file_of_tokenizer, of_tokenizer, expected) in [
+        (json!(END), "tokenizer_config.json", &tokens[0], vec![END]),
+        // The tokenizer names another one than the model.
+        (json!(END), "tokenizer_config.json", &tokens[1], vec![END, END + 1]),
+        (json!(null), "tokenizer_config.json", &tokens[1], vec![END + 1]),
+        (json!(null), "special_tokens_map.json", &tokens[1], vec![END + 1]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+        let mut config = config("qwen2");
+        config["eos_token_id"] = of_config;
+        write_model(&folder, &config);
+        write_tokenizer(&folder, VOCABULARY);
+        std::fs::write(folder.join(file_of_tokenizer), of_tokenizer.to_string()).unwrap();
+        export(&folder, &file, LmExportType::F32);
+        let mut ends = open_tokenizer(&file).unwrap().0.eos_token_ids;
+        ends.sort_unstable();
+        assert_eq!(ends, expected, "{file_of_tokenizer}: {of_tokenizer}");
+    }
+}
+
+#[test]
 fn the_tokenizer_is_the_same_after_export() {
     let dir = tempfile::tempdir().unwrap();
     let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));

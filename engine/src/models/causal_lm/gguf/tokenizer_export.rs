@@ -50,13 +50,13 @@ pub(super) fn metadata(
         (key("merges"), GgufValue::Texts(merges)),
     ];
     let mut ids = special_ids(folder, tokenizer, vocab_size)?;
-    if let [first, rest @ ..] = eos_token_ids {
-        ids.entry("eos").or_insert(*first);
-        // A second token that ends a text, such as the end of a turn.
-        let other = eos_token_ids.iter().find(|id| Some(*id) != ids.get("eos"));
-        if let Some(other) = other.filter(|_| !rest.is_empty()).copied() {
-            ids.insert("eot", other);
-        }
+    if let Some(end) = eos_token_ids.first().copied().or(tokenizer.end()) {
+        ids.entry("eos").or_insert(end);
+    }
+    // Another token that ends a text, such as the end of a turn, or that of the model's configs where the tokenizer names another one.
+    let other = eos_token_ids.iter().find(|id| Some(*id) != ids.get("eos"));
+    if let Some(other) = other.copied() {
+        ids.insert("eot", other);
     }
     if let Some(FimTokens { prefix, suffix, middle }) = tokenizer.fim_tokens() {
         ids.extend([("fim_pre", prefix), ("fim_suf", suffix), ("fim_mid", middle)]);
