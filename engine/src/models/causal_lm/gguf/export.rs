@@ -284,9 +284,11 @@ impl Rope {
         let PositionKind::Rotary(frequencies) = &config.positions else {
             return Ok(Self::default());
         };
+        // As the config was read: an empty section is none.
+        let is_given = |section: &&Value| section.as_object().is_some_and(|section| !section.is_empty());
         let section = ["rope_scaling", "rope_parameters"]
             .iter()
-            .find_map(|key| json.get(*key).filter(|section| !section.is_null()))
+            .find_map(|key| json.get(*key).filter(is_given))
             .unwrap_or(&Value::Null);
         let theta = [section, json].iter().find_map(|map| map.get("rope_theta")?.as_f64());
         let theta = theta.unwrap_or(10_000.0);

@@ -132,6 +132,22 @@ fn a_stored_table_gives_the_logits_of_the_widened_one() {
 }
 
 #[test]
+fn an_empty_section_of_the_rotary_embedding_is_none() {
+    compute_on_this_thread();
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+    let mut config = config("qwen2");
+    config["rope_scaling"] = json!({});
+    config["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 77.0});
+    write_model(&folder, &config);
+    write_tokenizer(&folder, VOCABULARY);
+    export(&folder, &file, LmExportType::F32);
+    let (before, after) = (logits(&folder), logits(&file));
+    let largest = before.iter().fold(0f32, |max, value| max.max(value.abs()));
+    assert!(before.iter().zip(&after).all(|(a, b)| (a - b).abs() <= 1e-5 * largest));
+}
+
+#[test]
 fn every_token_that_ends_a_text_is_in_the_file() {
     let tokens = ["<|endoftext|>", "<fim_prefix>"].map(|name| json!({"eos_token": name}));
     for (of_config, file_of_tokenizer, of_tokenizer, expected) in [
