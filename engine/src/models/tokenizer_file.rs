@@ -1,5 +1,9 @@
-//! Opens a `tokenizer.json`.
+//! Opens a `tokenizer.json`, and checks the files that tokenizers had before it.
 
+use super::config;
+use crate::error::{EngineError, Result};
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use std::path::Path;
 use tokenizers::Tokenizer;
 
@@ -7,11 +11,31 @@ use tokenizers::Tokenizer;
 /// was saved, and callers of transformers' tokenizers set their own.
 ///
 /// # Errors
-/// When it cannot be read, or is not a tokenizer.
-pub(super) fn open(path: &Path) -> Result<Tokenizer, tokenizers::Error> {
-    let mut tokenizer = Tokenizer::from_file(path)?;
+/// When it cannot be read, is too long, or is not a tokenizer.
+pub(super) fn open(path: &Path) -> std::result::Result<Tokenizer, tokenizers::Error> {
+    let mut tokenizer: Tokenizer = config::read_text(path)?.parse()?;
     forget_last_call(&mut tokenizer);
     Ok(tokenizer)
+}
+
+/// Checks that `vocab.json` and `merges.txt` are there and not too long: the library that reads them has no limit.
+///
+/// # Errors
+/// Which file is missing or cannot be read.
+pub(super) fn check_vocabulary(files: [&Path; 2]) -> Result<()> {
+    for file in files {
+        let (_, length) = regular::open(file).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => EngineError::model_config(file, config::INCOMPLETE),
+            _ => EngineError::io(file, error),
+        })?;
+        if length > MAX_TEXT_FILE_BYTES {
+            return Err(EngineError::model_config(
+                file,
+                format!("it has {length} bytes, expected at most {MAX_TEXT_FILE_BYTES}"),
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Removes padding and truncation.
@@ -51,6 +75,38 @@ mod tests {
         let saved = saved_after_a_call(&plain);
         let prompts = ["a photo of a red house at night", "x"];
         assert_eq!(encode(&plain, &prompts), encode(saved.path(), &prompts), "{folder}");
+    }
+
+    #[test]
+    fn files_that_are_too_long_are_refused_without_reading_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = |name: &str| {
+            let file = std::fs::File::create(folder.path().join(name)).unwrap();
+            file.set_len(1 << 30).unwrap();
+        };
+        std::fs::write(folder.path().join("vocab.json"), "{}").unwrap();
+        long("merges.txt");
+        for error in [
+            ClipTokenizer::open(folder.path()).unwrap_err(),
+            Qwen3Tokenizer::open(folder.path()).unwrap_err(),
+        ] {
+            let error = error.to_string();
+            assert!(
+                error.contains("merges.txt") && error.contains("1073741824 bytes"),
+                "{error}"
+            );
+        }
+        long("tokenizer.json");
+        for error in [
+            ClipTokenizer::open(folder.path()).unwrap_err(),
+            Qwen3Tokenizer::open(folder.path()).unwrap_err(),
+        ] {
+            let error = error.to_string();
+            assert!(
+                error.contains("tokenizer.json") && error.contains("more than the"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

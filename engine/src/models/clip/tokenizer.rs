@@ -8,7 +8,7 @@
 use super::learned_words::{self, Piece, Word};
 use crate::error::{EngineError, Result};
 use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
-use crate::models::{config, tokenizer_file};
+use crate::models::tokenizer_file;
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -59,11 +59,7 @@ impl ClipTokenizer {
             tokenizer_file::open(&folder.join("tokenizer.json")).map_err(|e| wrong("tokenizer.json", &e))?
         } else {
             let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
-            for file in [&vocab, &merges] {
-                if !file.is_file() {
-                    return Err(EngineError::model_config(file, config::INCOMPLETE));
-                }
-            }
+            tokenizer_file::check_vocabulary([&vocab, &merges])?;
             let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy());
             from_vocabulary(bpe).map_err(|e| wrong(damaged_file(&*e), &e))?
         };

@@ -6,7 +6,7 @@
 use super::chat_template;
 use crate::error::{EngineError, Result};
 use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
-use crate::models::{config, tokenizer_file};
+use crate::models::tokenizer_file;
 use candle_core::{Device, Tensor};
 use std::path::Path;
 use tokenizers::models::bpe::BPE;
@@ -57,11 +57,7 @@ impl Qwen3Tokenizer {
             tokenizer_file::open(&folder.join("tokenizer.json")).map_err(|e| wrong("tokenizer.json", &e))?
         } else {
             let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
-            for file in [&vocab, &merges] {
-                if !file.is_file() {
-                    return Err(EngineError::model_config(file, config::INCOMPLETE));
-                }
-            }
+            tokenizer_file::check_vocabulary([&vocab, &merges])?;
             let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy()).build();
             let bpe = bpe.map_err(|e| wrong("vocab.json and merges.txt", &e))?;
             from_vocabulary(bpe).map_err(|e| wrong("vocab.json", &e))?
