@@ -1,6 +1,7 @@
 //! The small files of a model, read into memory.
 
 use super::json::parse_json;
+use crate::fsutil::regular;
 use crate::gguf;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
@@ -222,11 +223,7 @@ fn names_below(folder: &Path) -> Vec<String> {
 }
 
 fn read_small(path: &Path) -> Option<Vec<u8>> {
-    let info = std::fs::metadata(path).ok()?;
-    if !info.is_file() || info.len() > SMALL_FILE_BYTES {
-        return None;
-    }
-    std::fs::read(path).ok()
+    regular::read(path, SMALL_FILE_BYTES).ok()
 }
 
 /// The object in a small JSON file. `None` if there is no such file.
