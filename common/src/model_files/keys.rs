@@ -180,7 +180,7 @@ fn unet(names: &Names<'_>, weights: &TensorShapes) -> Option<(Family, String)> {
             let (_, rest) = name.strip_prefix(level)?.split_once("transformer_blocks.")?;
             rest.split('.').next()?.parse::<u64>().ok()
         });
-        blocks.max().map(|last| last + 1)
+        blocks.max().map(|last| last.saturating_add(1))
     };
     let xl = names.has("label_emb.") || names.has("add_embedding.");
     let depth = depth("input_blocks.7.").or_else(|| depth("down_blocks.2."));

@@ -26,13 +26,22 @@ const RESNET_LAYERS: [(&str, &str); 6] = [
     ("skip_connection.", "conv_shortcut."),
 ];
 
+/// The largest number of a level, a block or a layer, far above that of any model: names of files may have any number, and a sum of such
+/// numbers would overflow.
+const MAX_NUMBER: usize = 1 << 16;
+
+/// The number that a part of a name is.
+fn parse_number(part: &str) -> Option<usize> {
+    part.parse().ok().filter(|number| *number <= MAX_NUMBER)
+}
+
 /// The number of residual blocks per level of a U-Net with LDM names: the first downsampler follows the blocks of the
 /// first level.
 pub(crate) fn layers_per_level<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     let (mut last, mut downsampler) = (0, None);
     for name in names {
         let mut parts = name.split('.');
-        let block = match (parts.next(), parts.next().and_then(|block| block.parse::<usize>().ok())) {
+        let block = match (parts.next(), parts.next().and_then(parse_number)) {
             (Some("input_blocks"), Some(block)) => block,
             _ => continue,
         };
@@ -50,7 +59,7 @@ pub(crate) fn to_diffusers(name: &str, layers: usize) -> Option<String> {
         return Some(format!("{diffusers}{}", &name[ldm.len()..]));
     }
     let parts: Vec<&str> = name.split('.').collect();
-    let number = |i: usize| parts.get(i).and_then(|part| part.parse::<usize>().ok());
+    let number = |i: usize| parts.get(i).and_then(|part| parse_number(part));
     let rest = |from: usize| parts.get(from..).map(|parts| parts.join(".")).unwrap_or_default();
     match *parts.first()? {
         "input_blocks" => {
@@ -107,7 +116,7 @@ impl OriginalNames {
             let [side @ ("down_blocks" | "up_blocks"), level, kind, layer, _] = *parts.as_slice() else {
                 continue;
             };
-            let (level, layer) = (level.parse().ok()?, layer.parse::<usize>().ok()?);
+            let (level, layer) = (parse_number(level)?, parse_number(layer)?);
             match (kind, side) {
                 ("resnets", _) => {
                     let count = layers.entry((side, level)).or_default();
@@ -144,7 +153,7 @@ impl OriginalNames {
             return Some(format!("{ldm}{}", &name[diffusers.len()..]));
         }
         let parts: Vec<&str> = name.split('.').collect();
-        let number = |i: usize| parts.get(i).and_then(|part| part.parse::<usize>().ok());
+        let number = |i: usize| parts.get(i).and_then(|part| parse_number(part));
         let rest = |from: usize| parts.get(from..).map(|parts| parts.join(".")).unwrap_or_default();
         let layers = self.layers;
         match *parts.as_slice() {
@@ -194,5 +203,27 @@ fn layer_to_ldm(kind: &str, rest: &str) -> Option<(usize, String)> {
             Some((0, format!("{ldm}{}", &rest[diffusers.len()..])))
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_no_model_are_left_out() {
+        let largest = usize::MAX;
+        let names = [
+            format!("input_blocks.{largest}.0.in_layers.0.weight"),
+            "input_blocks.3.0.op.weight".to_owned(),
+        ];
+        let layers = |count: usize| layers_per_level(names.iter().take(count).map(String::as_str));
+        assert_eq!([layers(1), layers(2)], [0, 2]);
+        for side in ["input_blocks", "output_blocks"] {
+            let name = format!("{side}.{largest}.0.in_layers.0.weight");
+            assert_eq!(to_diffusers(&name, layers(1)), None);
+        }
+        let name = format!("down_blocks.0.resnets.{largest}.conv1.weight");
+        assert_eq!(OriginalNames::new([name.as_str()].into_iter()), None);
     }
 }

@@ -104,7 +104,7 @@ pub(crate) fn to_ldm(name: &str, levels: usize) -> Option<String> {
 fn convert_level(side: &str, level: &str, levels: usize) -> Option<usize> {
     let level: usize = level.parse().ok()?;
     match side {
-        "up" => levels.checked_sub(level + 1),
+        "up" => levels.checked_sub(level.checked_add(1)?),
         _ => Some(level),
     }
 }

@@ -100,7 +100,10 @@ impl LdmNames {
         };
         Some(Self {
             unet: OriginalNames::new(names(unet))?,
-            vae_levels: names(vae).filter_map(level).max().map_or(0, |level| level + 1),
+            vae_levels: names(vae)
+                .filter_map(level)
+                .max()
+                .map_or(0, |level| level.saturating_add(1)),
         })
     }
 
