@@ -76,6 +76,8 @@ pub const MAX_COMPLETIONS: u32 = 10_000;
 pub const MAX_TEXT_BATCH: u32 = 1_024;
 /// Gaps of `generate.fill`.
 pub const MAX_FILL_ITEMS: usize = 100_000;
+/// LoRAs of `model.loras` of a language model.
+pub const MAX_LORAS: usize = 16;
 /// Texts that end a completion.
 pub const MAX_STOPS: usize = 64;
 /// Bytes of a text that ends a completion.

@@ -1,7 +1,7 @@
-//! `lm_export`: writes a language model as GGUF for llama.cpp, or as a Hugging Face folder, with a LoRA merged into it.
+//! `lm_export`: writes a language model as GGUF for llama.cpp, or as a Hugging Face folder, with LoRAs merged into it.
 
 use super::declare::{choices, section};
-use super::limits::MAX_FACTOR;
+use super::lm_lora::{LmLoraConfig, all_loras, check_loras};
 use super::process_type::ProcessType;
 use super::schema::{PresentKeys, ReadContext};
 
@@ -40,19 +40,22 @@ section! {
         lora_path: Option<String> = None, Works, input Lora;
         /// Strength of the LoRA.
         lora_weight: f64 = 1.0, Works;
+        /// LoRAs that are merged beside that of `lora_path`, each with its strength. Their changes are added.
+        loras: Vec<LmLoraConfig> = Vec::new(), Works;
     }
     finish = finish_model;
 }
 
-fn finish_model(model: &mut LmExportModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
-    cx.check_in_range("lora_weight", model.lora_weight, -MAX_FACTOR..=MAX_FACTOR);
-    // The value is looked at and not whether the key is present: a job that was written by aitk has every key.
-    if model.lora_path.is_none() && model.lora_weight != 1.0 {
-        cx.error_at(
-            "lora_weight",
-            "has no effect without a LoRA: add `model.lora_path`, or remove `lora_weight`",
-        );
+impl LmExportModelConfig {
+    /// The paths of all LoRAs with their strengths: that of `lora_path`, then those of `loras`.
+    #[must_use]
+    pub fn all_loras(&self) -> Vec<(&str, f64)> {
+        all_loras(self.lora_path.as_deref(), self.lora_weight, &self.loras)
     }
+}
+
+fn finish_model(model: &mut LmExportModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
+    check_loras(model.lora_path.as_deref(), model.lora_weight, &model.loras, cx);
 }
 
 section! {
@@ -153,6 +156,10 @@ mod tests {
         let inputs = read(model).unwrap().inputs();
         let paths: Vec<&str> = inputs.iter().map(|input| input.config_path.as_str()).collect();
         assert_eq!(paths, ["models/code", "out/coder"]);
+        let several = "      model: {name_or_path: models/code, loras: [{path: a}, {path: b, weight: 0.5}]}\n";
+        let inputs = read(several).unwrap().inputs();
+        let paths: Vec<&str> = inputs.iter().map(|input| input.config_path.as_str()).collect();
+        assert_eq!(paths, ["models/code", "a", "b"]);
     }
 
     #[test]

@@ -2,9 +2,8 @@
 
 use super::declare::section;
 use super::dtype::DType;
-use super::limits::{
-    MAX_COMPLETIONS, MAX_FACTOR, MAX_FILL_ITEMS, MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BATCH,
-};
+use super::limits::{MAX_COMPLETIONS, MAX_FILL_ITEMS, MAX_NEW_TOKENS, MAX_STOP_BYTES, MAX_STOPS, MAX_TEXT_BATCH};
+use super::lm_lora::{LmLoraConfig, all_loras, check_loras};
 use super::process_type::ProcessType;
 use super::schema::{PresentKeys, ReadContext, SupportReport, join};
 use super::values::TextSource;
@@ -20,19 +19,22 @@ section! {
         lora_path: Option<String> = None, Works, input Lora;
         /// Strength of the LoRA.
         lora_weight: f64 = 1.0, Works;
+        /// LoRAs beside that of `lora_path`, each with its strength. Their changes are added.
+        loras: Vec<LmLoraConfig> = Vec::new(), Works;
     }
     finish = finish_model;
 }
 
-fn finish_model(model: &mut LmGenerateModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
-    cx.check_in_range("lora_weight", model.lora_weight, -MAX_FACTOR..=MAX_FACTOR);
-    // A job that was read before has every key.
-    if model.lora_path.is_none() && model.lora_weight != 1.0 {
-        cx.error_at(
-            "lora_weight",
-            "has no effect without `lora_path`: set it, or remove this key",
-        );
+impl LmGenerateModelConfig {
+    /// The paths of all LoRAs with their strengths: that of `lora_path`, then those of `loras`.
+    #[must_use]
+    pub fn all_loras(&self) -> Vec<(&str, f64)> {
+        all_loras(self.lora_path.as_deref(), self.lora_weight, &self.loras)
     }
+}
+
+fn finish_model(model: &mut LmGenerateModelConfig, _present: &PresentKeys, cx: &mut ReadContext) {
+    check_loras(model.lora_path.as_deref(), model.lora_weight, &model.loras, cx);
 }
 
 section! {
@@ -177,7 +179,7 @@ section! {
 
 #[cfg(test)]
 mod tests {
-    use crate::job::{Format, LoadOptions, parse};
+    use crate::job::{Format, LoadOptions, ProcessKind, parse};
 
     fn job(generate: &str) -> String {
         format!(
@@ -220,6 +222,38 @@ mod tests {
         assert_eq!(paths, ["models/code", "out/coder"]);
         let error = with("\n        lora_weight: 0.5").unwrap_err();
         assert!(error.contains("lora_weight") && error.contains("lora_path"), "{error}");
+    }
+
+    #[test]
+    fn several_loras_are_inputs_with_strengths_of_their_own() {
+        let read = |keys: &str| {
+            let text = job("        prompts: [a]\n").replace("models/code", &format!("models/code{keys}"));
+            let loaded = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default());
+            loaded.map(|loaded| loaded.spec).map_err(|error| error.to_string())
+        };
+        let all = "\n        lora_path: a\n        lora_weight: 2\n        loras:\n          - {path: b, weight: -0.5}\n          - path: c";
+        let spec = read(all).unwrap();
+        assert_eq!(spec.unsupported(), Default::default());
+        let inputs = spec.inputs();
+        let paths: Vec<&str> = inputs.iter().map(|input| input.config_path.as_str()).collect();
+        assert_eq!(paths, ["models/code", "a", "b", "c"]);
+        match &spec.process[0].kind {
+            ProcessKind::LmGenerate(process) => {
+                assert_eq!(process.model.all_loras(), [("a", 2.0), ("b", -0.5), ("c", 1.0)]);
+            }
+            other => panic!("{other:?}"),
+        }
+        for (keys, key) in [
+            ("loras: [{weight: 1}]", "path"),
+            ("loras: [{path: ''}]", "loras[0].path"),
+            ("loras: [{path: a, weight: 1e30}]", "loras[0].weight"),
+        ] {
+            let error = read(&format!("\n        {keys}")).unwrap_err();
+            assert!(error.contains("a.yaml:9") && error.contains(key), "{error}");
+        }
+        let many = ["{path: a}"; 17].join(", ");
+        let error = read(&format!("\n        loras: [{many}]")).unwrap_err();
+        assert!(error.contains("loras"), "{error}");
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub mod layer_rank;
 pub mod limits;
 pub mod lm_export;
 pub mod lm_generate;
+pub mod lm_lora;
 pub mod lm_trainer;
 mod load;
 mod location;

@@ -12,6 +12,7 @@ use super::layer_rank::LayerRank;
 use super::lm_export::{LmExportModelConfig, LmExportProcess, LmExportSaveConfig};
 use super::lm_generate;
 use super::lm_generate::{FillItem, LmGenerateConfig, LmGenerateProcess};
+use super::lm_lora::LmLoraConfig;
 use super::lm_trainer::{
     LmDatasetConfig, LmNetworkConfig, LmSampleConfig, LmSaveConfig, LmTrainConfig, LmTrainerModelConfig,
     LmTrainerProcess, LmValidationConfig,
@@ -94,6 +95,11 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
             false,
         ),
         ("`model` of `lm_export`", LmExportModelConfig::describe(), false),
+        (
+            "`model.loras[]` of `lm_generate` and `lm_export`",
+            LmLoraConfig::describe(),
+            false,
+        ),
         ("`save` of `lm_export`", LmExportSaveConfig::describe(), false),
         ("`network.layer_ranks[]` (ours)", LayerRank::describe(), false),
         ("`train.lr_factors[]` (ours)", LrFactor::describe(), false),

@@ -25,7 +25,7 @@ const ASSUMED_RANK: f64 = 16.0;
 pub(super) fn memory(body: &Value, counts: Option<ParameterCounts>) -> Option<MemoryNeed> {
     let shapes = counts?.decoder?;
     let is_gguf = text(body, "/save/format") != Some("hf");
-    let has_lora = has_lora(body);
+    let loras = lora_count(body);
     let table = f64::from(shapes.vocabulary) * f64::from(shapes.width);
     let layer = largest_layer(&shapes);
     let chunk = |numbers: f64| match is_gguf {
@@ -36,14 +36,14 @@ pub(super) fn memory(body: &Value, counts: Option<ParameterCounts>) -> Option<Me
     let table_tensors = if is_gguf { 1.0 } else { 2.0 };
     // Of a layer of a GGUF file, the order of the rows may change, which makes a copy. With a LoRA there are the weight, its scaled change and
     // the sum, or before the sum the change.
-    let layer_tensors = if has_lora { 3.0 } else { 2.0 };
+    let layer_tensors = if loras > 0.0 { 3.0 } else { 2.0 };
     let transient = (table_tensors * NUMBER * table + chunk(table)).max(layer_tensors * NUMBER * layer + chunk(layer));
     let metadata = if is_gguf {
         TOKEN * f64::from(shapes.vocabulary)
     } else {
         0.0
     };
-    let lora = if has_lora { lora_bytes(&shapes) } else { 0.0 };
+    let lora = loras * lora_bytes(&shapes);
     let need = Need {
         weights: 0.0,
         quantised: 0.0,
@@ -74,9 +74,14 @@ fn attention_widths(shapes: &LanguageShapes) -> [f64; 2] {
     [heads, 2.0 * kv_heads]
 }
 
-/// Whether the config names a LoRA for its model.
-pub(super) fn has_lora(body: &Value) -> bool {
-    body.pointer("/model/lora_path").is_some_and(Value::is_string)
+/// How many LoRAs the config names for its model.
+pub(super) fn lora_count(body: &Value) -> f64 {
+    let first = body.pointer("/model/lora_path").is_some_and(Value::is_string);
+    let others = body
+        .pointer("/model/loras")
+        .and_then(Value::as_array)
+        .map_or(0, Vec::len);
+    (usize::from(first) + others) as f64
 }
 
 /// Bytes of a LoRA of all layers of the blocks, in float32.
@@ -141,5 +146,9 @@ mod tests {
         // A copy of 0.14 GiB, and the LoRA.
         assert!((0.14..0.35).contains(&(merged - plain)), "{plain} {merged}");
         assert_eq!(memory(&body(Value::Null), None), None);
+        // Others are in memory too.
+        let several = json!({"save": {"format": "gguf"}, "model": {"lora_path": "lora", "loras": [{"path": "b"}, {"path": "c"}]}});
+        let two_more = gib(256, 3072, &several) - merged;
+        assert!((0.13..0.17).contains(&two_more), "76 million bytes each: {two_more}");
     }
 }

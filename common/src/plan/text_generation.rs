@@ -4,7 +4,7 @@ use super::device_factors::{
     CPU_LANGUAGE, CUDA, DeviceFactors, GPU_GRANULARITY, METAL, Need, Phase, retained_of_blocks,
 };
 use super::json::{dtype_bytes, number, text};
-use super::lm_export::{has_lora, lora_bytes};
+use super::lm_export::{lora_bytes, lora_count};
 use super::memory_options::MemoryOptions;
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
@@ -174,12 +174,9 @@ impl Generation<'_> {
         let (rows, freed) = cache_rows(longest, longest + new_tokens, backend.is_cpu());
         // What a cache frees when it grows stays with the process, if freed memory is not returned.
         let freed = if options.returns_freed_memory { 0.0 } else { freed };
-        let lora = match has_lora(self.body) {
-            true => lora_bytes(&self.shapes),
-            false => 0.0,
-        };
+        let loras = lora_count(self.body) * lora_bytes(&self.shapes);
         Need {
-            weights: builder.weights.resident + lora,
+            weights: builder.weights.resident + loras,
             quantised: 0.0,
             phases: vec![Phase {
                 held: layers * (rows + freed),
@@ -289,6 +286,9 @@ mod tests {
         with_lora["model"] = json!({"lora_path": "adapter"});
         let lora = gib(&with_lora, counts(), MemoryProfile::CpuOnly) - whole;
         assert!((0.08..0.12).contains(&lora), "24 million numbers: {lora}");
+        with_lora["model"]["loras"] = json!([{"path": "another"}]);
+        let two = gib(&with_lora, counts(), MemoryProfile::CpuOnly) - whole;
+        assert!((two - 2.0 * lora).abs() < 1e-3, "{two} {lora}");
         let long =
             json!({"generate": {"prompts": ["fn a"], "max_new_tokens": 16000, "batch_size": 8, "num_completions": 8}});
         assert!(gib(&long, counts(), MemoryProfile::CpuOnly) > whole + 7.0);

@@ -1,4 +1,4 @@
-//! A language model whose weights stay in their files, with the changes of a LoRA.
+//! A language model whose weights stay in their files, with the changes of LoRAs.
 
 use super::super::language_model_part::load_language_model_lora;
 use crate::adapters::LoadedAdapter;
@@ -8,25 +8,25 @@ use crate::nn::{LayerMut, LowRank, VisitLayers as _};
 use crate::weights::Weight;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// A model and what a LoRA adds to its weights.
+/// A model and what LoRAs add to its weights.
 pub(super) struct MergedModel {
-    /// The model without the LoRA.
+    /// The model without the LoRAs.
     pub(super) decoder: CausalLm,
-    /// The LoRA, as it was loaded.
-    pub(super) lora: Option<LoadedAdapter>,
+    /// The LoRAs, as they were loaded.
+    pub(super) loras: Vec<LoadedAdapter>,
     tensors: BTreeMap<String, Weight>,
     /// What is added, by the name of the tensor.
-    changes: BTreeMap<String, LowRank>,
+    changes: BTreeMap<String, Vec<LowRank>>,
 }
 
 impl MergedModel {
-    /// Opens a model folder and a LoRA for it. `shapes_only`: no weight is read.
+    /// Opens a model folder and LoRAs for it, each with its strength. `shapes_only`: no weight of the model is read.
     ///
     /// # Errors
-    /// When one of them cannot be used, or the LoRA cannot be merged.
-    pub(super) fn open(folder: &Path, lora: Option<&Path>, strength: f64, shapes_only: bool) -> Result<Self> {
+    /// When one of them cannot be used, or a LoRA cannot be merged.
+    pub(super) fn open(folder: &Path, loras: &[(PathBuf, f64)], shapes_only: bool) -> Result<Self> {
         let options = CausalLmOptions {
             streamed: if shapes_only { 0.0 } else { 1.0 },
             shapes_only,
@@ -36,11 +36,11 @@ impl MergedModel {
         let mut model = Self {
             tensors: decoder.tensors()?.into_iter().collect(),
             decoder,
-            lora: None,
+            loras: Vec::new(),
             changes: BTreeMap::new(),
         };
-        if let Some(path) = lora {
-            model.add_lora(path, strength)?;
+        for (path, strength) in loras {
+            model.add_lora(path, *strength)?;
         }
         Ok(model)
     }
@@ -64,7 +64,7 @@ impl MergedModel {
                 // Without strength there is no change.
                 if strength != 0.0 {
                     let change = adapter.low_rank().ok_or_else(|| refuse(name))?;
-                    changes.insert(format!("{name}.weight"), change);
+                    changes.entry(format!("{name}.weight")).or_default().push(change);
                 }
             }
             Ok(())
@@ -73,7 +73,7 @@ impl MergedModel {
             LayerMut::Norm(norm) if !norm.adapters.is_empty() => Err(refuse(name)),
             _ => Ok(()),
         })?;
-        self.lora = Some(loaded);
+        self.loras.push(loaded);
         Ok(())
     }
 
@@ -89,15 +89,15 @@ impl MergedModel {
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor> {
         let weight = self.tensors.get(name);
         let weight = weight.ok_or_else(|| EngineError::Internal(format!("`{name}` is missing")))?;
-        let dense = weight.dense()?.to_dtype(DType::F32)?;
-        let Some(LowRank { down, up, scale }) = self.changes.get(name) else {
-            return Ok(dense);
-        };
-        let product = up
-            .detach()
-            .to_dtype(DType::F32)?
-            .matmul(&down.detach().to_dtype(DType::F32)?)?;
-        Ok((dense + (product * *scale)?)?)
+        let mut sum = weight.dense()?.to_dtype(DType::F32)?;
+        for LowRank { down, up, scale } in self.changes.get(name).into_iter().flatten() {
+            let product = up
+                .detach()
+                .to_dtype(DType::F32)?
+                .matmul(&down.detach().to_dtype(DType::F32)?)?;
+            sum = (sum + (product * *scale)?)?;
+        }
+        Ok(sum)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The `lm_export` process (docs/code-models.md): writes a language model as GGUF or as a Hugging Face folder, with a LoRA merged into it.
+//! The `lm_export` process (docs/code-models.md): writes a language model as GGUF or as a Hugging Face folder, with LoRAs merged into it.
 //!
 //! Weights stay in their files: one tensor at a time is in memory.
 
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 /// Exports the model of the process.
 ///
 /// # Errors
-/// When the model or the LoRA cannot be used, or the result cannot be written.
+/// When the model or a LoRA cannot be used, or the result cannot be written.
 pub(super) fn run(process: &LmExportProcess, cx: &mut Context<'_>) -> Result<Outcome> {
     match export(process, cx) {
         Ok(()) => Ok(Outcome::Completed),
@@ -33,14 +33,13 @@ pub(super) fn run(process: &LmExportProcess, cx: &mut Context<'_>) -> Result<Out
     }
 }
 
-/// Checks the model, the LoRA and the tokenizer by configs, names and shapes.
+/// Checks the model, the LoRAs and the tokenizer by configs, names and shapes.
 ///
 /// # Errors
 /// The error with which [`run`] would end before it writes.
 pub(super) fn check(process: &LmExportProcess, cx: &Context<'_>) -> Result<()> {
     let folder = model_folder(process, cx)?;
-    let lora = lora_path(process, cx)?;
-    let model = MergedModel::open(&folder, lora.as_deref(), process.model.lora_weight, true)?;
+    let model = MergedModel::open(&folder, &loras(process, cx)?, true)?;
     if process.save.format == LmExportFormat::Gguf {
         GgufExport::new(&model.decoder, &folder, &cx.job.name, process.save.export_type())?;
     }
@@ -50,14 +49,14 @@ pub(super) fn check(process: &LmExportProcess, cx: &Context<'_>) -> Result<()> {
 fn export(process: &LmExportProcess, cx: &mut Context<'_>) -> Result<()> {
     cx.phase("opening model");
     let folder = model_folder(process, cx)?;
-    let lora = lora_path(process, cx)?;
-    let model = MergedModel::open(&folder, lora.as_deref(), process.model.lora_weight, false)?;
-    if let (Some(path), Some(loaded)) = (&lora, &model.lora) {
+    let loras = loras(process, cx)?;
+    let model = MergedModel::open(&folder, &loras, false)?;
+    for ((path, _), loaded) in loras.iter().zip(&model.loras) {
         cx.log_loaded_lora(path, loaded);
     }
     let (root, path) = result_path(process, cx);
     if process.save.format == LmExportFormat::Hf {
-        check_is_replaceable(&path, &folder, lora.as_deref())?;
+        check_is_replaceable(&path, &folder, &loras)?;
     }
     fsutil::create_dir_all(fsutil::folder_of(&path))?;
     match process.save.format {
@@ -94,18 +93,17 @@ fn model_folder(process: &LmExportProcess, cx: &Context<'_>) -> Result<PathBuf> 
     }
 }
 
-fn lora_path(process: &LmExportProcess, cx: &Context<'_>) -> Result<Option<PathBuf>> {
-    process
-        .model
-        .lora_path
-        .as_ref()
-        .map(|path| cx.local_path(path))
-        .transpose()
+/// The LoRAs of the config, where they are on this machine, with their strengths.
+fn loras(process: &LmExportProcess, cx: &Context<'_>) -> Result<Vec<(PathBuf, f64)>> {
+    let loras = process.model.all_loras().into_iter();
+    loras
+        .map(|(path, strength)| Ok((cx.local_path(path)?, strength)))
+        .collect()
 }
 
 /// Checks that a folder of this path may be replaced: it has the files of a model alone, as an earlier export wrote it, and nothing that this
 /// export reads.
-fn check_is_replaceable(path: &Path, model: &Path, lora: Option<&Path>) -> Result<()> {
+fn check_is_replaceable(path: &Path, model: &Path, loras: &[(PathBuf, f64)]) -> Result<()> {
     let refused = |found: &str| {
         Err(EngineError::bad_input(format!(
             "{}: the result would replace {found}: move it away, or choose another `output_folder`",
@@ -116,7 +114,7 @@ fn check_is_replaceable(path: &Path, model: &Path, lora: Option<&Path>) -> Resul
         return Ok(());
     };
     let is_replaced = |other: &Path| other.canonicalize().is_ok_and(|other| other.starts_with(&existing));
-    if is_replaced(model) || lora.is_some_and(is_replaced) {
+    if is_replaced(model) || loras.iter().any(|(lora, _)| is_replaced(lora)) {
         return refused("the model or the LoRA that is exported");
     }
     let Ok(entries) = std::fs::read_dir(path) else {

@@ -101,6 +101,11 @@ fn write_base(folder: &Path, name: &str) {
 
 /// Writes a LoRA of some layers as peft has it.
 fn write_lora(folder: &Path, model: &CausalLm) {
+    write_lora_of(folder, model, "");
+}
+
+/// The same with other numbers for each `name_of_lora`.
+fn write_lora_of(folder: &Path, model: &CausalLm, name_of_lora: &str) {
     std::fs::create_dir_all(folder).unwrap();
     let mut tensors = BTreeMap::new();
     let mut targets = Vec::new();
@@ -120,7 +125,7 @@ fn write_lora(folder: &Path, model: &CausalLm) {
         };
         for (half, shape) in [("lora_A", [RANK, *inputs]), ("lora_B", [*outputs, RANK])] {
             let key = format!("base_model.model.{layer}.{half}.weight");
-            let numbers = formula(&key, shape[0] * shape[1], 0.05);
+            let numbers = formula(&format!("{name_of_lora}{key}"), shape[0] * shape[1], 0.05);
             let tensor = Tensor::from_vec(numbers, &shape, &Device::Cpu).unwrap();
             tensors.insert(key, tensor);
         }
@@ -191,9 +196,17 @@ fn greedy(path: &Path, prompt: &str) -> Value {
 
 /// The completions of 64 tokens of some prompts, always the most probable token.
 fn generate(root: &Path, model: &Path, lora: Option<&Path>) -> String {
+    match lora {
+        Some(lora) => generate_with(root, model, json!({"lora_path": lora})),
+        None => generate_with(root, model, json!({})),
+    }
+}
+
+/// The same with these keys of `model` too.
+fn generate_with(root: &Path, model: &Path, keys: Value) -> String {
     let mut model = json!({"name_or_path": model, "dtype": "float32"});
-    if let Some(lora) = lora {
-        model["lora_path"] = json!(lora);
+    for (key, value) in keys.as_object().unwrap() {
+        model[key] = value.clone();
     }
     let process = json!({
         "type": "lm_generate", "output_folder": root, "model": model,
@@ -361,6 +374,53 @@ fn a_lora_is_merged_into_both_formats_and_generates_the_same_texts() {
             assert!(root.join("tiny-f32").join(copied).is_file(), "{copied}");
         }
     }
+}
+
+#[test]
+fn several_loras_with_strengths_are_added() {
+    compute_on_this_thread();
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    write_base(&root.join("model"), "llama");
+    let model = CausalLm::load(&root.join("model"), &CausalLmOptions::cpu()).unwrap();
+    let [first, second] = ["first", "second"].map(|name| {
+        write_lora_of(&root.join(name), &model, name);
+        root.join(name)
+    });
+    let save = json!({"format": "hf", "dtype": "f32"});
+    let exported = |model: Value| {
+        export(root, model, save.clone());
+        logits(&root.join("tiny-f32"))
+    };
+    let base = exported(json!({}));
+    let both = exported(json!({"lora_path": first, "lora_weight": 0.5, "loras": [{"path": second, "weight": 2}]}));
+    let listed = exported(json!({"loras": [{"path": first, "weight": 0.5}, {"path": second, "weight": 2}]}));
+    assert_eq!(both, listed);
+    for other in [
+        json!({"loras": [{"path": first, "weight": 0.5}]}),
+        json!({"loras": [{"path": second, "weight": 2}]}),
+        json!({"loras": [{"path": first}, {"path": second}]}),
+    ] {
+        assert!(largest_difference(&exported(other.clone()), &both) > 0.01, "{other}");
+    }
+    // One after another they are the same sum.
+    exported(json!({"loras": [{"path": first, "weight": 0.5}]}));
+    let merged_once = root.join("once");
+    std::fs::rename(root.join("tiny-f32"), &merged_once).unwrap();
+    let mut process = process(root, json!({"lora_path": second, "lora_weight": 2}), save.clone());
+    process["model"]["name_or_path"] = json!(merged_once);
+    assert_eq!(run_process(root, "mod", &process).0, Outcome::Completed);
+    assert!(largest_difference(&logits(&root.join("tiny-f32")), &both) < 1e-5);
+    // Attached to the model they generate the texts of the merged one.
+    let keys = json!({"loras": [{"path": first, "weight": 0.5}, {"path": second, "weight": 2}]});
+    let attached = generate_with(root, &root.join("model"), keys.clone());
+    export(root, keys, save);
+    assert_eq!(attached, generate(root, &root.join("tiny-f32"), None));
+    assert_ne!(attached, generate(root, &root.join("model"), Some(&first)));
+    // Opposite strengths leave the model.
+    let nothing = json!([{"path": first}, {"path": first, "weight": -1}]);
+    export(root, json!({"loras": nothing}), json!({"format": "hf", "dtype": "f32"}));
+    assert!(largest_difference(&logits(&root.join("tiny-f32")), &base) < 1e-5);
 }
 
 #[test]

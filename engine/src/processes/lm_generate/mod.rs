@@ -68,17 +68,17 @@ pub(super) fn check(process: &LmGenerateProcess, cx: &Context<'_>) -> Result<()>
         ..CausalLmOptions::cpu()
     };
     let mut model = CausalLm::load(&cx.local_path(&process.model.name_or_path)?, &options)?;
-    if let Some(lora) = &process.model.lora_path {
-        load_language_model_lora(&mut model, &cx.local_path(lora)?, 1.0)?;
+    for (lora, strength) in process.model.all_loras() {
+        load_language_model_lora(&mut model, &cx.local_path(lora)?, strength)?;
     }
     read_requests(process, cx).map(drop)
 }
 
-/// Attaches the LoRA of the config.
-fn attach_lora(process: &LmGenerateProcess, model: &mut CausalLm, cx: &mut Context<'_>) -> Result<()> {
-    if let Some(lora) = &process.model.lora_path {
+/// Attaches the LoRAs of the config.
+fn attach_loras(process: &LmGenerateProcess, model: &mut CausalLm, cx: &mut Context<'_>) -> Result<()> {
+    for (lora, strength) in process.model.all_loras() {
         let path = cx.local_path(lora)?;
-        let loaded = load_language_model_lora(model, &path, process.model.lora_weight)?;
+        let loaded = load_language_model_lora(model, &path, strength)?;
         cx.log_loaded_lora(&path, &loaded);
     }
     Ok(())
@@ -147,7 +147,7 @@ fn generate_remaining(
         ..CausalLmOptions::cpu()
     };
     let mut model = CausalLm::load(&folder, &options)?;
-    attach_lora(process, &mut model, cx)?;
+    attach_loras(process, &mut model, cx)?;
     let (_, tokenizer) = open_tokenizer(&folder)?;
     if !memory.returns_freed_memory {
         FreedMemory::Retain.apply();
