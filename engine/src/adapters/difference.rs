@@ -140,6 +140,11 @@ impl WeightAdapter for DenseLayer {
             None => Tensor::zeros(weight.dims(), DType::F32, weight.device()),
         }
     }
+
+    fn bias_change(&self) -> Result<Option<Tensor>> {
+        let change = |bias: &Var| bias.as_detached_tensor() * self.handle.strength();
+        self.bias.as_ref().map(change).transpose()
+    }
 }
 
 impl TrainedLayer for DenseLayer {
@@ -172,10 +177,6 @@ impl TrainedLayer for DenseLayer {
             true => Ok(()),
             false => candle_core::bail!("the norm of {} has no limit", self.name),
         }
-    }
-
-    fn bias_change(&self) -> Result<Option<Tensor>> {
-        Ok(self.bias.as_ref().map(Var::as_detached_tensor))
     }
 
     /// A difference that the file lacks is zero.
@@ -269,7 +270,7 @@ impl FileLayer for DifferenceTensors {
         false
     }
 
-    fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
+    fn split(&self, named: &NamedLayers, _: &MetadataAlpha<'_>) -> Result<Vec<Arc<dyn FileLayer>>> {
         let parts = named
             .rows_if_converted()
             .into_iter()

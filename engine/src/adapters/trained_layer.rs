@@ -113,14 +113,6 @@ pub trait TrainedLayer: WeightAdapter {
         false
     }
 
-    /// What it adds to the bias at strength 1, float32, without gradients. `None`: nothing.
-    ///
-    /// # Errors
-    /// When the device fails.
-    fn bias_change(&self) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
-
     /// The weight and the bias that it puts in place of those of its layer, float32, if it is not a change of them.
     fn replacement(&self) -> Option<(Tensor, Option<Tensor>)> {
         None

@@ -13,6 +13,14 @@ pub trait WeightAdapter: LayerAdapter {
     /// When the shapes do not match, or the weight cannot be read.
     fn change(&self, weight: &Weight) -> Result<Tensor>;
 
+    /// What it adds to the bias of its layer [out] at the strength of the current pass: float32, without gradients. `None`: nothing.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn bias_change(&self) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// The change as a low-rank product, if it is one, whatever training drops of it.
     ///
     /// # Errors
