@@ -4,12 +4,13 @@ use super::adapter_file::{AdapterFile, FileLayers};
 use super::file_layer::Site;
 use super::handle::{AdapterHandle, Multiplier};
 use super::names::{LayerIndex, saved_name};
+use super::weight_adapter::WeightAdapter;
 use crate::error::{EngineError, Result};
 use crate::families::{self, AdapterNames, Model, Part, PartRole};
-use crate::nn::{LayerAdapter, LayerMut};
+use crate::nn::{LayerAdapter, LayerMut, NormAdapter};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -32,6 +33,35 @@ pub struct LoadedAdapter {
 /// When the file is damaged or not a LoRA, a shape does not match its layer, or no name matches a layer.
 pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedAdapter> {
     load_file(parts, AdapterFile::open(path)?, multiplier)
+}
+
+/// What an adapter file changes of a model, to merge it. Nothing is attached.
+#[derive(Debug)]
+pub struct LoadedChanges {
+    /// The file.
+    pub file: LoadedAdapter,
+    /// The adapters of linear layers and convolutions, by the names of the layers in their part.
+    pub layers: BTreeMap<String, Arc<dyn WeightAdapter>>,
+    /// Those of norms.
+    pub norms: BTreeMap<String, Arc<dyn NormAdapter>>,
+}
+
+/// Loads a LoRA file for a part of a model, to merge it.
+///
+/// # Errors
+/// As [`load_lora`].
+pub fn load_changes(part: &mut Part<'_>, path: &Path, multiplier: f64) -> Result<LoadedChanges> {
+    let (mut layers, mut norms) = (BTreeMap::new(), BTreeMap::new());
+    let file = load_with(
+        std::slice::from_mut(part),
+        AdapterFile::open(path)?,
+        multiplier,
+        &mut |name, _, adapter| match adapter {
+            FileAdapter::Layer(adapter) => drop(layers.insert(name.to_owned(), adapter)),
+            FileAdapter::Norm(adapter) => drop(norms.insert(name.to_owned(), adapter)),
+        },
+    )?;
+    Ok(LoadedChanges { file, layers, norms })
 }
 
 /// Checks that a LoRA file can be attached to the model of a family at `model`, from configs, names and shapes only. `parts`: where
@@ -108,11 +138,24 @@ pub fn adapted_layers(path: &Path, model: &Path, arch: ArchName, parts: &PartPat
 
 /// [`load_lora`] of a file that was read.
 fn load_file(parts: &mut [Part<'_>], file: AdapterFile, multiplier: f64) -> Result<LoadedAdapter> {
+    load_with(parts, file, multiplier, &mut |_, layer, adapter| {
+        attach_file_adapter(layer, adapter);
+    })
+}
+
+/// Calls `place` with each layer that a file changes and its adapter.
+fn load_with(
+    parts: &mut [Part<'_>],
+    file: AdapterFile,
+    multiplier: f64,
+    place: &mut dyn FnMut(&str, LayerMut<'_>, FileAdapter),
+) -> Result<LoadedAdapter> {
     let index = index_layers(parts)?;
     let (found, unknown) = file.resolve(&index)?;
     check_fits(parts, &file, &found, &unknown)?;
     let layers = found.len();
-    let handle = attach(parts, &file, found, multiplier)?;
+    let handle = AdapterHandle::new(multiplier);
+    make_adapters(parts, &file, found, &handle, place)?;
     Ok(LoadedAdapter {
         multiplier: handle.multiplier.clone(),
         layers,
@@ -170,18 +213,36 @@ pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
         .collect();
     found.retain(|(id, _), _| of_text.contains(id));
     let layers = found.len();
-    attach(parts, &file, found, 1.0)?;
+    let handle = AdapterHandle::new(1.0);
+    make_adapters(parts, &file, found, &handle, &mut |_, layer, adapter| {
+        attach_file_adapter(layer, adapter);
+    })?;
     Ok(layers)
 }
 
-/// Attaches these layers of a file.
-fn attach(
+/// The adapter that a file has for a layer.
+enum FileAdapter {
+    Layer(Arc<dyn WeightAdapter>),
+    Norm(Arc<dyn NormAdapter>),
+}
+
+fn attach_file_adapter(layer: LayerMut<'_>, adapter: FileAdapter) {
+    match (layer, adapter) {
+        (LayerMut::Norm(norm), FileAdapter::Norm(adapter)) => norm.adapters.push(adapter),
+        (layer, FileAdapter::Layer(adapter)) => attach_adapter(layer, adapter),
+        // Layers have no adapters of norms.
+        (_, FileAdapter::Norm(_)) => {}
+    }
+}
+
+/// Makes the adapters of these layers of a file, and calls `place` with each layer, its name and its adapter.
+fn make_adapters(
     parts: &mut [Part<'_>],
     file: &AdapterFile,
     mut found: FileLayers,
-    multiplier: f64,
-) -> Result<Arc<AdapterHandle>> {
-    let handle = AdapterHandle::new(multiplier);
+    handle: &Arc<AdapterHandle>,
+    place: &mut dyn FnMut(&str, LayerMut<'_>, FileAdapter),
+) -> Result<()> {
     for Part {
         id,
         role,
@@ -191,7 +252,7 @@ fn attach(
         ..
     } in parts.iter_mut()
     {
-        let mut attach = |name: &str, mut layer: LayerMut<'_>| -> Result<()> {
+        let mut visit = |name: &str, layer: LayerMut<'_>| -> Result<()> {
             let Some(tensors) = found.remove(&(*id, name.to_owned())) else {
                 return Ok(());
             };
@@ -200,7 +261,7 @@ fn attach(
                 name: saved_name(*lora_names, *role, lora_prefix, name),
                 names: *lora_names,
                 weight: &weight,
-                handle: &handle,
+                handle,
             };
             let failed = |reason: String| {
                 let origin = file
@@ -211,18 +272,19 @@ fn attach(
                     reason: format!("layer `{name}`: {reason}{origin}"),
                 }
             };
-            if let LayerMut::Norm(norm) = &mut layer {
-                let adapter = tensors.norm_adapter(site, norm.own_bias().is_some());
-                norm.adapters.push(adapter.map_err(failed)?);
-                return Ok(());
-            }
-            attach_adapter(layer, tensors.adapter(site).map_err(failed)?);
+            let adapter = match &layer {
+                LayerMut::Norm(norm) => tensors
+                    .norm_adapter(site, norm.own_bias().is_some())
+                    .map(FileAdapter::Norm),
+                LayerMut::Linear(_) | LayerMut::Conv2d(_) => tensors.adapter(site).map(FileAdapter::Layer),
+            };
+            place(name, layer, adapter.map_err(failed)?);
             Ok(())
         };
-        layers.visit_layers(&mut attach)?;
-        layers.visit_norms(&mut attach)?;
+        layers.visit_layers(&mut visit)?;
+        layers.visit_norms(&mut visit)?;
     }
-    Ok(handle)
+    Ok(())
 }
 
 /// The first unknown name, if a transformer gets none of the file's layers and they are not all of text encoders: families

@@ -5,7 +5,7 @@
 //! - [`AdapterType`]: a type of adapter that can be trained, [`FileLayer`]: what a file of any type holds for a layer.
 //! - [`AdapterFile`]: reads files with the names of ai-toolkit, sd-scripts (diffusers or original paths), diffusers or
 //!   peft.
-//! - [`load_lora`]: attaches a file to a model for inference.
+//! - [`load_lora`]: attaches a file to a model for inference; [`load_changes`]: to merge it.
 //! - [`AdapterNetwork`]: the trainable layers of a model, and the tensors to save.
 //! - [`model_layers`]: the layers of a model with their own weights, for LoRAs that are extracted.
 //! - [`rescale_lora`]: changes the strength of a file.
@@ -49,8 +49,8 @@ pub use dropout::Dropout;
 pub use file_layer::{AdapterModule, FileLayer, Site};
 pub use handle::{AdapterHandle, AdapterPass, Multiplier};
 pub use load::{
-    LoadedAdapter, adapted_layers, check_denoiser_lora, check_lora, is_of_text, is_text_lora, load_denoiser_lora,
-    load_lora, load_text_lora,
+    LoadedAdapter, LoadedChanges, adapted_layers, check_denoiser_lora, check_lora, is_of_text, is_text_lora,
+    load_changes, load_denoiser_lora, load_lora, load_text_lora,
 };
 pub use locon::Locon;
 pub use loha::Loha;

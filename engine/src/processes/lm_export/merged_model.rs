@@ -1,14 +1,14 @@
 //! A language model whose weights stay in their files, with the changes of LoRAs.
 
-use super::super::language_model_part::load_language_model_lora;
-use crate::adapters::LoadedAdapter;
+use super::super::language_model_part::load_language_model_changes;
+use crate::adapters::{LoadedAdapter, LoadedChanges, WeightAdapter};
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{CausalLm, CausalLmOptions};
-use crate::nn::{LayerMut, LowRank, VisitLayers as _};
 use crate::weights::Weight;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A model and what LoRAs add to its weights.
 pub(super) struct MergedModel {
@@ -17,8 +17,10 @@ pub(super) struct MergedModel {
     /// The LoRAs, as they were loaded.
     pub(super) loras: Vec<LoadedAdapter>,
     tensors: BTreeMap<String, Weight>,
-    /// What is added, by the name of the tensor.
-    changes: BTreeMap<String, Vec<LowRank>>,
+    /// What changes weights, by the name of the tensor.
+    adapters: BTreeMap<String, Vec<Arc<dyn WeightAdapter>>>,
+    /// What is added to biases and to the weights of norms, by the name of the tensor.
+    vectors: BTreeMap<String, Vec<Tensor>>,
 }
 
 impl MergedModel {
@@ -37,7 +39,8 @@ impl MergedModel {
             tensors: decoder.tensors()?.into_iter().collect(),
             decoder,
             loras: Vec::new(),
-            changes: BTreeMap::new(),
+            adapters: BTreeMap::new(),
+            vectors: BTreeMap::new(),
         };
         for (path, strength) in loras {
             model.add_lora(path, *strength)?;
@@ -46,34 +49,37 @@ impl MergedModel {
     }
 
     fn add_lora(&mut self, path: &Path, strength: f64) -> Result<()> {
-        // Adapters are attached to a copy, which shares all weights.
-        let mut adapted = self.decoder.clone();
-        let loaded = load_language_model_lora(&mut adapted, path, strength)?;
-        let changes = &mut self.changes;
-        let refuse = |name: &str| {
-            EngineError::bad_input(format!(
-                "{}: its adapter of `{name}` is not a LoRA (DoRA, LoKr and others are not merged yet): merge it with peft, or use a LoRA",
-                path.display()
-            ))
-        };
-        adapted.visit_layers(&mut |name, layer| {
-            let LayerMut::Linear(layer) = layer else {
-                return Ok(());
-            };
-            for adapter in &layer.adapters {
-                // Without strength there is no change.
-                if strength != 0.0 {
-                    let change = adapter.low_rank().ok_or_else(|| refuse(name))?;
-                    changes.entry(format!("{name}.weight")).or_default().push(change);
+        let LoadedChanges { file, layers, norms } = load_language_model_changes(&mut self.decoder, path, strength)?;
+        self.loras.push(file);
+        // Without strength there is no change.
+        if strength == 0.0 {
+            return Ok(());
+        }
+        for (name, adapter) in layers {
+            if let Some(change) = adapter.bias_change()? {
+                self.add_vector(path, format!("{name}.bias"), change)?;
+            }
+            self.adapters.entry(format!("{name}.weight")).or_default().push(adapter);
+        }
+        for (name, adapter) in norms {
+            for (suffix, change) in ["weight", "bias"].into_iter().zip(adapter.changes()?) {
+                if let Some(change) = change {
+                    self.add_vector(path, format!("{name}.{suffix}"), change.detach())?;
                 }
             }
-            Ok(())
-        })?;
-        adapted.visit_norms(&mut |name, layer| match layer {
-            LayerMut::Norm(norm) if !norm.adapters.is_empty() => Err(refuse(name)),
-            _ => Ok(()),
-        })?;
-        self.loras.push(loaded);
+        }
+        Ok(())
+    }
+
+    /// Adds a vector to a tensor of the model.
+    fn add_vector(&mut self, path: &Path, name: String, change: Tensor) -> Result<()> {
+        if !self.tensors.contains_key(&name) {
+            return Err(EngineError::bad_input(format!(
+                "{}: it changes `{name}`, which this model does not have",
+                path.display()
+            )));
+        }
+        self.vectors.entry(name).or_default().push(change);
         Ok(())
     }
 
@@ -82,20 +88,29 @@ impl MergedModel {
         self.tensors.len()
     }
 
-    /// A tensor of the merged model by transformers' name, in f32. A sum is computed in f32.
+    /// A tensor of the merged model by transformers' name, in f32. A sum is computed in f32. Each LoRA changes the weight of the model without
+    /// the others.
     ///
     /// # Errors
     /// When it cannot be read.
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor> {
         let weight = self.tensors.get(name);
         let weight = weight.ok_or_else(|| EngineError::Internal(format!("`{name}` is missing")))?;
+        // The changes come first: while they are computed, the weight is in memory for them alone.
+        let mut change: Option<Tensor> = None;
+        for adapter in self.adapters.get(name).into_iter().flatten() {
+            let other = adapter.change(weight)?;
+            change = Some(match change {
+                Some(change) => (change + other)?,
+                None => other,
+            });
+        }
         let mut sum = weight.dense()?.to_dtype(DType::F32)?;
-        for LowRank { down, up, scale } in self.changes.get(name).into_iter().flatten() {
-            let product = up
-                .detach()
-                .to_dtype(DType::F32)?
-                .matmul(&down.detach().to_dtype(DType::F32)?)?;
-            sum = (sum + (product * *scale)?)?;
+        if let Some(change) = change {
+            sum = (sum + change)?;
+        }
+        for vector in self.vectors.get(name).into_iter().flatten() {
+            sum = (sum + vector)?;
         }
         Ok(sum)
     }

@@ -5,6 +5,9 @@
 mod merged_model;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod peft_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;
 
 use super::context::{Context, artifact_name};
