@@ -270,7 +270,7 @@ impl FileLayer for DifferenceTensors {
         false
     }
 
-    fn split(&self, named: &NamedLayers, _: &MetadataAlpha<'_>) -> Result<Vec<Arc<dyn FileLayer>>> {
+    fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
         let parts = named
             .rows_if_converted()
             .into_iter()

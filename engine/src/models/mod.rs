@@ -10,6 +10,7 @@ mod mmdit;
 pub mod original_layer;
 pub mod qwen3;
 pub mod sd3;
+mod sentencepiece;
 pub(crate) mod single_file;
 mod special_tokens;
 pub(crate) mod stored_types;

@@ -45,7 +45,7 @@ impl DocumentTokenizer {
             let end = end.filter(|id| base.inner().0.id_to_token(*id).is_some());
             return Ok(Some(Self::new(base, end)));
         }
-        if !model.join("tokenizer.json").is_file() {
+        if !TextTokenizer::is_in(model) {
             return Ok(None);
         }
         let base = TextTokenizer::open(model, vocabulary)?;
@@ -127,7 +127,7 @@ fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let id = tokenizer.token_to_id(&name).ok_or_else(|| {
             EngineError::model_config(
                 path,
-                format!("`eos_token` is `{name}`, which tokenizer.json does not have"),
+                format!("`eos_token` is `{name}`, which the tokenizer does not have"),
             )
         })?;
         return Ok(Some(id));

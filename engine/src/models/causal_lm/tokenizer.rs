@@ -1,7 +1,11 @@
-//! The tokenizer of a language model: `tokenizer.json` of its folder.
+//! The tokenizer of a language model: `tokenizer.json` of its folder, or else `tokenizer.model`.
 
+use super::sentencepiece_tokenizer;
 use crate::error::{EngineError, Result};
 use crate::models::{config, tokenizer_file};
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -69,12 +73,24 @@ fn count_added_at_end(tokenizer: &Tokenizer) -> usize {
 }
 
 impl TextTokenizer {
-    /// Opens `tokenizer.json` of a model folder, for a model with this many token ids.
+    /// Whether a model folder has a tokenizer.
+    #[must_use]
+    pub fn is_in(folder: &Path) -> bool {
+        ["tokenizer.json", sentencepiece_tokenizer::FILE_NAME]
+            .iter()
+            .any(|name| folder.join(name).is_file())
+    }
+
+    /// Opens `tokenizer.json` of a model folder, or else its `tokenizer.model`, for a model with this many token ids.
     ///
     /// # Errors
     /// When it or a file beside it cannot be read, or it has ids that the model does not have.
     pub fn open(folder: &Path, vocab_size: usize) -> Result<Self> {
         let path = folder.join("tokenizer.json");
+        let sentencepiece = folder.join(sentencepiece_tokenizer::FILE_NAME);
+        if !path.is_file() && sentencepiece.is_file() {
+            return Self::open_sentencepiece(folder, sentencepiece, vocab_size);
+        }
         let text = config::read_text(&path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => EngineError::model_config(&path, config::INCOMPLETE),
             _ => EngineError::io(&path, error),
@@ -85,6 +101,18 @@ impl TextTokenizer {
         let tokenizer = Self::new(tokenizer, path, vocab_size)?;
         let end = eos_token_name(folder)?.and_then(|(_, name)| tokenizer.token_id(&name));
         Ok(Self { end, ..tokenizer })
+    }
+
+    fn open_sentencepiece(folder: &Path, path: PathBuf, vocab_size: usize) -> Result<Self> {
+        let model = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
+        let read = |name: &str| match folder.join(name) {
+            path if path.is_file() => config::read_json(&path),
+            _ => Ok(Value::Null),
+        };
+        let (settings, added) = (read("tokenizer_config.json")?, read("added_tokens.json")?);
+        let json = sentencepiece_tokenizer::tokenizer_json(&model, &settings, &added)
+            .map_err(|message| EngineError::model_config(&path, message))?;
+        Self::from_json(&json.to_string(), path, vocab_size)
     }
 
     /// A tokenizer from the text of a `tokenizer.json`; `path` is for messages.

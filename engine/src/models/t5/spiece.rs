@@ -1,45 +1,10 @@
-//! Reads `spiece.model`, a SentencePiece model (google/sentencepiece, `sentencepiece_model.proto`), as a tokenizer.
+//! Reads `spiece.model`, a SentencePiece model, as a tokenizer.
 
+use super::super::sentencepiece::{ModelProto, UNIGRAM};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prost::Message;
+use prost::Message as _;
 use serde_json::{Value, json};
-
-/// The fields of `ModelProto` that are needed.
-#[derive(Clone, PartialEq, Message)]
-struct ModelProto {
-    #[prost(message, repeated, tag = "1")]
-    pieces: Vec<Piece>,
-    #[prost(message, optional, tag = "2")]
-    trainer_spec: Option<TrainerSpec>,
-    #[prost(message, optional, tag = "3")]
-    normalizer_spec: Option<NormalizerSpec>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Piece {
-    #[prost(string, tag = "1")]
-    piece: String,
-    #[prost(float, tag = "2")]
-    score: f32,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct TrainerSpec {
-    /// 1 is unigram.
-    #[prost(int32, optional, tag = "3")]
-    model_type: Option<i32>,
-    #[prost(bool, optional, tag = "35")]
-    byte_fallback: Option<bool>,
-    #[prost(int32, optional, tag = "40")]
-    unk_id: Option<i32>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct NormalizerSpec {
-    #[prost(bytes = "vec", optional, tag = "2")]
-    precompiled_charsmap: Option<Vec<u8>>,
-}
 
 /// Ids for masked spans, which the tokenizer of T5 has after the pieces.
 const EXTRA_IDS: usize = 100;
@@ -52,7 +17,7 @@ const EXTRA_IDS: usize = 100;
 pub(super) fn to_tokenizer_json(model: &[u8]) -> Result<Value, String> {
     let model = ModelProto::decode(model).map_err(|error| format!("not a SentencePiece model: {error}"))?;
     let trainer = model.trainer_spec.unwrap_or_default();
-    if trainer.model_type.unwrap_or(1) != 1 {
+    if trainer.model_type.unwrap_or(UNIGRAM) != UNIGRAM {
         return Err("this SentencePiece model is not a unigram model".into());
     }
     let mut vocabulary: Vec<(String, f64)> = model

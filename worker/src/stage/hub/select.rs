@@ -88,9 +88,14 @@ pub(super) fn index_file(listing: &Listing) -> Option<&RemoteFile> {
     listing.files.iter().find(|file| file.name == "model_index.json")
 }
 
+/// SentencePiece models, which are read where a folder has no `tokenizer.json`.
+const SENTENCEPIECE_MODELS: [&str; 2] = ["tokenizer.model", "spiece.model"];
+
 /// Refuses configs, tokenizers and lists that are too large, because they are read as a whole.
 pub(super) fn check_text_size(file: &RemoteFile) -> Result<(), String> {
-    let is_text = [".json", ".txt"].iter().any(|ending| file.name.ends_with(ending));
+    let is_text = [".json", ".txt", ".model"]
+        .iter()
+        .any(|ending| file.name.ends_with(ending));
     if is_text && file.bytes > MAX_TEXT_FILE_BYTES {
         return Err(format!(
             "{} has {} bytes; a config or a tokenizer may have at most {MAX_TEXT_FILE_BYTES}",
@@ -139,7 +144,7 @@ fn select_files(listing: &Listing, belongs: impl Fn(&RemoteFile) -> bool) -> Res
                 .iter()
                 .any(|ending| file.name.ends_with(ending));
             belongs(file)
-                && (kind || is_only_gguf(&names, &file.name))
+                && (kind || is_only_gguf(&names, &file.name) || is_only_tokenizer(&names, &file.name))
                 && !plain_version(&file.name).is_some_and(|plain| has_plain_version(&names, &plain))
         })
         .collect();
@@ -171,6 +176,15 @@ fn is_only_gguf(names: &BTreeSet<&str>, name: &str) -> bool {
         names.iter().filter(same).count()
     };
     name.ends_with(".gguf") && beside(".gguf") == 1 && beside(".safetensors") == 0
+}
+
+/// Returns whether this is a SentencePiece model in a folder without `tokenizer.json`.
+fn is_only_tokenizer(names: &BTreeSet<&str>, name: &str) -> bool {
+    let (folder, file) = match name.rfind('/') {
+        Some(at) => name.split_at(at + 1),
+        None => ("", name),
+    };
+    SENTENCEPIECE_MODELS.contains(&file) && !names.contains(format!("{folder}tokenizer.json").as_str())
 }
 
 /// `unet/diffusion_pytorch_model.fp16.safetensors` -> `unet/diffusion_pytorch_model.safetensors`, for any variant.
@@ -242,6 +256,29 @@ mod tests {
             error.contains("unet/config.json") && error.contains("at most"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_sentencepiece_model_is_fetched_where_there_is_no_other_tokenizer() {
+        let (config, weights) = ("config.json", "model.safetensors");
+        let of_component = |names: &[&str]| -> Vec<String> {
+            let file = |name: &&str| RemoteFile {
+                name: (*name).to_owned(),
+                bytes: 1,
+                hash: None,
+            };
+            let listing = Listing {
+                revision: "0".to_owned(),
+                is_gated: false,
+                files: names.iter().map(file).collect(),
+            };
+            let files = component_files(&listing).unwrap();
+            files.into_iter().map(|file| file.name.clone()).collect()
+        };
+        let alone = [config, weights, "tokenizer.model"];
+        assert_eq!(of_component(&alone), alone);
+        let both = [config, weights, "tokenizer.json", "tokenizer.model", "other.model"];
+        assert_eq!(of_component(&both), both[..3]);
     }
 
     #[test]

@@ -55,7 +55,7 @@ impl GgufModel {
         })
     }
 
-    /// The tokenizer of the file; if it has none that can be read, that of `tokenizer.json` beside it.
+    /// The tokenizer of the file; if it has none that can be read, that of `tokenizer.json` or `tokenizer.model` beside it.
     ///
     /// # Errors
     /// When there is none, or it is that of another model.
@@ -66,7 +66,7 @@ impl GgufModel {
             Err(reason) => reason,
         };
         let folder = self.path.parent().unwrap_or_else(|| Path::new("."));
-        if folder.join("tokenizer.json").is_file() {
+        if TextTokenizer::is_in(folder) {
             return TextTokenizer::open(folder, vocab_size);
         }
         Err(EngineError::WeightsFile {

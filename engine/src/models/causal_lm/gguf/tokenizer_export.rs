@@ -23,6 +23,12 @@ pub(super) fn metadata(
     eos_token_ids: &[u32],
 ) -> Result<Vec<(String, GgufValue)>> {
     let path = folder.join("tokenizer.json");
+    if !path.is_file() {
+        return Err(EngineError::model_config(
+            tokenizer.inner().1,
+            "only byte-level BPE tokenizers are written to GGUF files, and this one is a SentencePiece model",
+        ));
+    }
     let json = config::read_json(&path)?;
     let refuse = |message: String| EngineError::model_config(&path, message);
     let model = json.get("model").unwrap_or(&Value::Null);
