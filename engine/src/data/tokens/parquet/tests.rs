@@ -44,6 +44,7 @@ fn fixtures() -> Vec<(PathBuf, PathBuf)> {
         ("pairs", "pairs"),
         ("texts_delta", "texts"),
         ("texts_gzip", "texts"),
+        ("texts_lz4", "texts"),
         ("texts_pages", "texts"),
         ("texts_snappy", "texts"),
         ("texts_zstd_groups", "texts"),
@@ -393,7 +394,7 @@ fn files_that_declare_more_than_they_have_are_refused_before_memory_is_allocated
                 codec: 5,
                 ..File::texts(data_page(1, 0, &hi))
             },
-            "compressed with LZ4, and Snappy, gzip, Zstandard",
+            "compressed with LZ4 in Hadoop's form, and Snappy, gzip, Zstandard",
         ),
         (
             File {
