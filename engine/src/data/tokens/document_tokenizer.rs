@@ -31,6 +31,20 @@ fn parts(text: &str, max: usize) -> Vec<(usize, &str)> {
 pub struct DocumentTokenizer {
     base: TextTokenizer,
     end: Option<u32>,
+    /// See [`has_prefix`].
+    has_prefix: bool,
+}
+
+/// Texts before a text that continues another one. The first that stays a token of its own is used.
+const BEFORE_CONTINUATION: [&str; 4] = ["\n", "0", ".", "a"];
+
+/// Whether the tokenizer puts a space before each text, as that of Llama 2 does.
+fn has_prefix(tokenizer: &Tokenizer) -> bool {
+    let ids = |text: &str| Some(tokenizer.encode(text, false).ok()?.get_ids().to_vec());
+    let (Some(line), Some(word), Some(both)) = (ids("\n"), ids("a"), ids("\na")) else {
+        return false;
+    };
+    both.strip_prefix(line.as_slice()).is_some_and(|rest| rest != word)
 }
 
 impl DocumentTokenizer {
@@ -54,7 +68,8 @@ impl DocumentTokenizer {
     }
 
     fn new(base: TextTokenizer, end: Option<u32>) -> Self {
-        Self { base, end }
+        let has_prefix = has_prefix(base.inner().0);
+        Self { base, end, has_prefix }
     }
 
     /// The token that ends a document. `None`: the model has none.
@@ -85,12 +100,42 @@ impl DocumentTokenizer {
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         for (start, part) in parts(text, MAX_PART_BYTES) {
-            let is_special = special && start == 0;
-            let encoding = self.encoding(part, is_special)?;
-            let added = if is_special { self.base.added_at_end() } else { 0 };
+            if start > 0 {
+                ids.extend(self.continuation(part)?);
+                continue;
+            }
+            let encoding = self.encoding(part, special)?;
+            let added = if special { self.base.added_at_end() } else { 0 };
             ids.extend_from_slice(&encoding.get_ids()[..encoding.len().saturating_sub(added)]);
         }
         Ok(ids)
+    }
+
+    /// The tokens of a text that continues another one, such as the completion of a prompt: without special tokens, and without the space that some
+    /// tokenizers put before each text.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode_continuation(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = Vec::new();
+        for (_, part) in parts(text, MAX_PART_BYTES) {
+            ids.extend(self.continuation(part)?);
+        }
+        Ok(ids)
+    }
+
+    /// [`Self::encode_continuation`] of a part of a long text.
+    fn continuation(&self, part: &str) -> Result<Vec<u32>> {
+        if self.has_prefix && !part.is_empty() {
+            for before in BEFORE_CONTINUATION {
+                let alone = self.encoding(before, false)?;
+                let both = self.encoding(&format!("{before}{part}"), false)?;
+                if let Some(ids) = both.get_ids().strip_prefix(alone.get_ids()) {
+                    return Ok(ids.to_vec());
+                }
+            }
+        }
+        Ok(self.encoding(part, false)?.get_ids().to_vec())
     }
 
     /// The tokens of a text without special ones, and where each begins in the text, in bytes.
@@ -145,8 +190,47 @@ fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
-    use super::parts;
+    use super::{DocumentTokenizer, parts};
+    use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+    use crate::testing::fixtures;
+
+    /// Like Llama 2's tokenizer, this one puts a space before a text.
+    #[test]
+    fn the_completion_of_a_prompt_gets_no_space_of_the_tokenizer() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = fixtures().join("sentencepiece/bpe/tokenizer.model");
+        std::fs::copy(model, folder.path().join("tokenizer.model")).unwrap();
+        let tokenizer = DocumentTokenizer::open(folder.path(), 520).unwrap().unwrap();
+        assert!(tokenizer.has_prefix);
+        for (prompt, completion) in [
+            ("x = ", "12\n"),
+            ("def f", "(a):\n"),
+            ("a", "\n\nb"),
+            ("a", " b"),
+            ("a", ""),
+            ("a", "0."),
+        ] {
+            let mut ids = tokenizer.encode(prompt, false).unwrap();
+            ids.extend(tokenizer.encode_continuation(completion).unwrap());
+            assert_eq!(tokenizer.decode(&ids).unwrap(), format!("{prompt}{completion}"));
+        }
+        // So do the parts of a text that is converted in parts.
+        let long = "ab\n".repeat(400_000);
+        let ids = tokenizer.encode(&long, true).unwrap();
+        assert_eq!(tokenizer.decode(&ids).unwrap(), long);
+
+        let folder = tempfile::tempdir().unwrap();
+        write_tokenizer(folder.path(), 264);
+        let bytes = DocumentTokenizer::open(folder.path(), 264).unwrap().unwrap();
+        assert!(!bytes.has_prefix);
+        let text = "\n a";
+        assert_eq!(
+            bytes.encode_continuation(text).unwrap(),
+            bytes.encode(text, false).unwrap()
+        );
+    }
 
     #[test]
     fn long_texts_are_converted_in_parts_of_whole_lines_or_characters() {

@@ -342,7 +342,7 @@ impl Reader<'_> {
                 self.counts.is_without_end |= tokenizer.end().is_none();
                 let mut ids = tokenizer.encode(&prompt, true)?;
                 let prompt_length = ids.len();
-                ids.extend(tokenizer.encode(&completion, false)?);
+                ids.extend(tokenizer.encode_continuation(&completion)?);
                 ids.extend(tokenizer.end());
                 let context = self.options.context;
                 self.add_document(source, |_, _| Ok(split_into_pieces(&ids, prompt_length, context)))
