@@ -78,7 +78,33 @@ pub(super) fn metadata(
         )));
     }
     out.push((key("add_bos_token"), GgufValue::Flag(begins.is_some())));
+    if let Some(template) = chat_template(folder)? {
+        out.push(("tokenizer.chat_template".to_owned(), GgufValue::Text(template)));
+    }
     Ok(out)
+}
+
+/// The template of conversations: `chat_template.jinja`, or that of `tokenizer_config.json`; of several, the one with the name `default`.
+fn chat_template(folder: &Path) -> Result<Option<String>> {
+    let path = folder.join("chat_template.jinja");
+    if path.is_file() {
+        return config::read_text(&path)
+            .map(Some)
+            .map_err(|error| EngineError::io(&path, error));
+    }
+    let path = folder.join("tokenizer_config.json");
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let settings = config::read_json(&path)?;
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    Ok(match settings.get("chat_template") {
+        Some(Value::Array(templates)) => templates
+            .iter()
+            .find(|entry| entry.get("name").and_then(Value::as_str) == Some("default"))
+            .and_then(|entry| text(entry.get("template")?)),
+        other => other.and_then(text),
+    })
 }
 
 /// The token that the tokenizer puts before a text.
@@ -157,4 +183,29 @@ fn special_ids(folder: &Path, tokenizer: &TextTokenizer, vocab_size: usize) -> R
         }
     }
     Ok(ids)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::chat_template;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn the_template_of_conversations_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        let settings =
+            |template: Value| write("tokenizer_config.json", &json!({"chat_template": template}).to_string());
+        let found = || chat_template(folder.path()).unwrap();
+        assert_eq!(found(), None);
+        settings(Value::Null);
+        assert_eq!(found(), None);
+        settings(json!("{{ a }}"));
+        assert_eq!(found().as_deref(), Some("{{ a }}"));
+        settings(json!([{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}]));
+        assert_eq!(found().as_deref(), Some("c"));
+        write("chat_template.jinja", "{{ d }}\n");
+        assert_eq!(found().as_deref(), Some("{{ d }}\n"));
+    }
 }
