@@ -142,7 +142,7 @@ fn shards(tensors: &BTreeMap<String, Weight>, dtype: DType, max: u64) -> Vec<Vec
     shards
 }
 
-/// The base model's `config.json` with the number format of the saved weights.
+/// The base model's `config.json` with the number format of the saved weights, which are not quantised.
 fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
     let path = base.join("config.json");
     let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
@@ -160,6 +160,7 @@ fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
         "dtype"
     };
     config.insert(key.to_owned(), name.into());
+    config.shift_remove("quantization_config");
     write_json(&folder.join("config.json"), &Value::Object(config))
 }
 
@@ -168,6 +169,24 @@ fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
 mod tests {
     use super::*;
     use candle_core::Device;
+
+    /// transformers would look for the quantised weights of the base.
+    #[test]
+    fn the_config_of_a_quantised_base_says_what_was_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let (base, saved) = (dir.path().join("base"), dir.path().join("saved"));
+        for folder in [&base, &saved] {
+            std::fs::create_dir(folder).unwrap();
+        }
+        let config = json!({"model_type": "llama", "torch_dtype": "float16", "quantization_config": {"load_in_4bit": true}, "vocab_size": 8});
+        std::fs::write(base.join("config.json"), config.to_string()).unwrap();
+        write_config(&saved, &base, DType::BF16).unwrap();
+        let written: Value = serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap();
+        assert_eq!(
+            written,
+            json!({"model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 8})
+        );
+    }
 
     #[test]
     fn a_file_has_at_most_so_many_bytes() {
