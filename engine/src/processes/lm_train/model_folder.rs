@@ -153,13 +153,16 @@ fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
         DType::F16 => "float16",
         _ => "float32",
     };
-    // transformers 4 and 5 write different keys.
-    let key = if config.contains_key("torch_dtype") {
-        "torch_dtype"
-    } else {
-        "dtype"
-    };
-    config.insert(key.to_owned(), name.into());
+    // transformers 4 and 5 write different keys, and a config may have both.
+    let keys = ["dtype", "torch_dtype"];
+    if !keys.iter().any(|key| config.contains_key(*key)) {
+        config.insert("dtype".to_owned(), name.into());
+    }
+    for key in keys {
+        if let Some(value) = config.get_mut(key) {
+            *value = name.into();
+        }
+    }
     config.shift_remove("quantization_config");
     write_json(&folder.join("config.json"), &Value::Object(config))
 }
@@ -178,13 +181,15 @@ mod tests {
         for folder in [&base, &saved] {
             std::fs::create_dir(folder).unwrap();
         }
-        let config = json!({"model_type": "llama", "torch_dtype": "float16", "quantization_config": {"load_in_4bit": true}, "vocab_size": 8});
+        let config = json!({
+            "model_type": "llama", "torch_dtype": "float16", "quantization_config": {"load_in_4bit": true}, "dtype": "float32",
+        });
         std::fs::write(base.join("config.json"), config.to_string()).unwrap();
         write_config(&saved, &base, DType::BF16).unwrap();
         let written: Value = serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap();
         assert_eq!(
             written,
-            json!({"model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 8})
+            json!({"model_type": "llama", "torch_dtype": "bfloat16", "dtype": "bfloat16"})
         );
     }
 
