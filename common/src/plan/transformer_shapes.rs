@@ -268,16 +268,16 @@ impl LanguageShapes {
         let [width, intermediate, layers, heads, kv_heads, vocabulary] = usual;
         let kind = config.get("model_type").and_then(Value::as_str);
         let is_starcoder2 = kind == Some("starcoder2");
-        // A window that is `null` is none.
+        // A window that is `null` is none. StarCoder2 has none without the key, Qwen2 that of its class.
         let has_window = match kind {
-            Some("starcoder2") => !config.get("sliding_window").is_some_and(Value::is_null),
+            Some("starcoder2") => config.get("sliding_window").is_some_and(|window| !window.is_null()),
             Some("qwen2") => {
                 flag(config, "use_sliding_window", false) && !config.get("sliding_window").is_some_and(Value::is_null)
             }
             _ => false,
         };
         let (positions, window) = match kind {
-            Some("starcoder2") => (4096, 4096),
+            Some("starcoder2") => (4096, 0),
             Some("qwen2") => (32_768, 4096),
             _ => (2048, 0),
         };
@@ -425,6 +425,17 @@ fn scale(size: &mut u32, factor: f64) {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn sliding_windows_of_decoders_are_those_of_transformers() {
+        let window = |config: Value| LanguageShapes::read_decoder(&config).unwrap().window;
+        assert_eq!(window(json!({"model_type": "starcoder2"})), 0);
+        assert_eq!(window(json!({"model_type": "starcoder2", "sliding_window": null})), 0);
+        assert_eq!(window(json!({"model_type": "starcoder2", "sliding_window": 128})), 128);
+        assert_eq!(window(json!({"model_type": "qwen2", "sliding_window": 128})), 0);
+        assert_eq!(window(json!({"model_type": "qwen2", "use_sliding_window": true})), 4096);
+        assert_eq!(window(json!({"model_type": "llama", "sliding_window": 128})), 0);
+    }
 
     #[test]
     fn configs_of_transformers_are_read_and_hostile_ones_are_refused() {
