@@ -37,6 +37,21 @@ pub struct TextTokenizer {
     added_at_end: usize,
     /// The token that ends a text.
     end: Option<u32>,
+    /// See [`has_byte_fallback`].
+    has_byte_fallback: bool,
+}
+
+/// Whether bytes of characters that are not in the vocabulary are tokens of their own, each of which is decoded to a replacement until the
+/// character is complete, as in tokenizers of SentencePiece.
+fn has_byte_fallback(tokenizer: &Tokenizer) -> bool {
+    let bytes = ["<0xE5>", "<0x88>"].iter().map(|name| tokenizer.token_to_id(name));
+    let Some(bytes) = bytes.collect::<Option<Vec<u32>>>() else {
+        return false;
+    };
+    let is_replacement = |character: &char| *character == char::REPLACEMENT_CHARACTER;
+    tokenizer
+        .decode(&bytes, true)
+        .is_ok_and(|text| text.chars().filter(is_replacement).count() == bytes.len())
 }
 
 /// The name of the token that ends a text, `eos_token` of `tokenizer_config.json` or of `special_tokens_map.json`, with that file.
@@ -136,11 +151,11 @@ impl TextTokenizer {
                 ),
             ));
         }
-        let added_at_end = count_added_at_end(&tokenizer);
         Ok(Self {
+            added_at_end: count_added_at_end(&tokenizer),
+            has_byte_fallback: has_byte_fallback(&tokenizer),
             tokenizer,
             path,
-            added_at_end,
             end: None,
         })
     }
@@ -213,6 +228,16 @@ impl TextTokenizer {
     /// When the tokenizer fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.tokenizer.decode(ids, true).map_err(|error| self.error(&error))
+    }
+
+    /// The part of a decoded text that no further token changes: without what stands for a character at its end that is not complete.
+    #[must_use]
+    pub fn decided<'a>(&self, text: &'a str) -> &'a str {
+        match self.has_byte_fallback {
+            // One for each byte; and of complete characters before it without a token between them, too.
+            true => text.trim_end_matches(char::REPLACEMENT_CHARACTER),
+            false => text.strip_suffix(char::REPLACEMENT_CHARACTER).unwrap_or(text),
+        }
     }
 
     /// The id of a token by its name.

@@ -54,8 +54,7 @@ impl TextStream {
             self.begin(tokenizer)?;
         }
         let whole = tokenizer.decode(&self.ids[self.start..])?;
-        // Of bytes that may become a character with the next ones, the text is one such character at the end.
-        let decided = whole.strip_suffix(REPLACEMENT).unwrap_or(&whole);
+        let decided = tokenizer.decided(&whole);
         let emitted = self.emitted.unwrap_or(0);
         if let Some(new) = decided.get(emitted..) {
             self.text.push_str(new);
@@ -97,7 +96,7 @@ impl TextStream {
     fn move_to(&mut self, tokenizer: &TextTokenizer, start: usize) -> Result<()> {
         self.start = start;
         let whole = tokenizer.decode(&self.ids[start..])?;
-        self.emitted = Some(whole.strip_suffix(REPLACEMENT).unwrap_or(&whole).len());
+        self.emitted = Some(tokenizer.decided(&whole).len());
         Ok(())
     }
 
@@ -133,6 +132,7 @@ mod tests {
     use crate::models::causal_lm::TextTokenizer;
     use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
     use crate::rng::TorchGenerator;
+    use crate::testing::fixtures;
 
     /// Random bytes, of which many are not text, and characters that are cut anywhere.
     #[test]
@@ -179,5 +179,48 @@ mod tests {
                 "case {case}: {last:?} of {expected:?}"
             );
         }
+    }
+
+    /// Characters that the vocabulary lacks are bytes, as in Llama 2, and several follow one another.
+    #[test]
+    fn characters_of_bytes_appear_when_they_are_complete() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = fixtures().join("sentencepiece/bpe/tokenizer.model");
+        std::fs::copy(model, folder.path().join("tokenizer.model")).unwrap();
+        let tokenizer = TextTokenizer::open(folder.path(), 520).unwrap();
+        let mut generator = TorchGenerator::manual_seed(1);
+        let mut draw = |below: usize| (generator.rand_f64(1)[0] * below as f64) as usize;
+        let pieces = ["a", "def ", "🦀", "刄", "ӣ", "  ", "\n", "x = 1", "🦀刄", "é"];
+        let mut compared = 0;
+        for case in 0..200 {
+            let text: String = (0..1 + draw(24)).map(|_| pieces[draw(pieces.len())]).collect();
+            let ids = tokenizer.encode(&text).unwrap();
+            let prompt = 1 + draw(ids.len() - 1);
+            let from = prompt.saturating_sub(super::CONTEXT);
+            if tokenizer
+                .decode(&ids[from..prompt])
+                .unwrap()
+                .ends_with(super::REPLACEMENT)
+            {
+                continue;
+            }
+            compared += 1;
+            let mut stream = TextStream::new(&ids[..prompt]);
+            let mut texts = Vec::new();
+            for id in &ids[prompt..] {
+                stream.push(&tokenizer, *id).unwrap();
+                texts.push(stream.text().to_owned());
+            }
+            let last = stream.text().to_owned();
+            stream.finish(&tokenizer).unwrap();
+            assert_eq!(last, stream.text(), "case {case}: {text:?}");
+            for part in &texts {
+                assert!(
+                    stream.text().starts_with(part.as_str()),
+                    "case {case}: {part:?} of {text:?}"
+                );
+            }
+        }
+        assert!(compared > 50, "{compared}");
     }
 }
