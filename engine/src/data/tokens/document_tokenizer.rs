@@ -163,6 +163,20 @@ impl DocumentTokenizer {
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.base.decode(ids)
     }
+
+    /// The text of tokens that continue a prompt, without special ones. Decoded alone, some tokenizers leave out the space that it begins with.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn decode_continuation(&self, prompt: &[u32], ids: &[u32]) -> Result<String> {
+        let before = self.decode(prompt)?;
+        let whole = self.decode(&[prompt, ids].concat())?;
+        match whole.strip_prefix(before.as_str()) {
+            Some(text) => Ok(text.to_owned()),
+            // The prompt ends within a character.
+            None => self.decode(ids),
+        }
+    }
 }
 
 /// The token that ends a document: `eos_token` of `tokenizer_config.json` or of `special_tokens_map.json`, else the (first)
@@ -215,6 +229,8 @@ mod tests {
             let mut ids = tokenizer.encode(prompt, false).unwrap();
             ids.extend(tokenizer.encode_continuation(completion).unwrap());
             assert_eq!(tokenizer.decode(&ids).unwrap(), format!("{prompt}{completion}"));
+            let (prompt, new) = ids.split_at(tokenizer.encode(prompt, false).unwrap().len());
+            assert_eq!(tokenizer.decode_continuation(prompt, new).unwrap(), completion);
         }
         // So do the parts of a text that is converted in parts.
         let long = "ab\n".repeat(400_000);

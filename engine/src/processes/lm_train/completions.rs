@@ -75,7 +75,7 @@ impl Run<'_> {
         let count = (self.process.sample.max_new_tokens as usize).min(max - ids.len());
         let mut caches = [model.new_cache()];
         let mut new: Vec<u32> = Vec::new();
-        let mut next = ids;
+        let mut next = ids.clone();
         for _ in 0..count {
             if !go_on() {
                 return Ok(None);
@@ -93,6 +93,6 @@ impl Run<'_> {
             new.push(token);
             next = vec![token];
         }
-        tokenizer.decode(&new).map(Some)
+        tokenizer.decode_continuation(&ids, &new).map(Some)
     }
 }
