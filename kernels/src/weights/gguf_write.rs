@@ -25,6 +25,8 @@ pub enum GgufValue {
     Texts(Vec<String>),
     /// A list of whole numbers of 32 bits.
     Integers(Vec<i32>),
+    /// A list of floats of 32 bits.
+    Floats(Vec<f32>),
 }
 
 /// The metadata of a GGUF file, and the names, types and shapes of its tensors, all in the order of the file.
@@ -168,6 +170,10 @@ fn write_value(bytes: &mut Vec<u8>, value: &GgufValue) {
         }
         GgufValue::Integers(numbers) => {
             list(bytes, 5, numbers.len());
+            numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+        }
+        GgufValue::Floats(numbers) => {
+            list(bytes, 6, numbers.len());
             numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
         }
     }

@@ -20,6 +20,7 @@ mod model;
 mod model_path;
 mod new_model;
 mod rope;
+mod scored_vocabulary;
 mod sentencepiece_tokenizer;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

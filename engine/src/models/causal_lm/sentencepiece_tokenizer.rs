@@ -1,73 +1,121 @@
-//! The tokenizer of a folder that has a SentencePiece model (`tokenizer.model`) and no `tokenizer.json`: Llama 2, Code Llama and others.
+//! The tokenizer of a SentencePiece model as a `tokenizer.json`: of folders that have `tokenizer.model` alone (Llama 2, Code Llama and others), and
+//! of GGUF files.
 
-use super::super::sentencepiece::{
-    BPE, CONTROL, ModelProto, NORMAL, NormalizerSpec, Piece, TrainerSpec, UNIGRAM, UNKNOWN, UNUSED, USER_DEFINED,
-};
+use super::super::sentencepiece::{BPE, CONTROL, NormalizerSpec, UNIGRAM, UNKNOWN, UNUSED, USER_DEFINED};
+use super::scored_vocabulary::{SPACE, SentencePieceModel, Token, check_tokens, merges};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use prost::Message as _;
 use serde_json::{Map, Value, json};
-use std::collections::{BTreeMap, HashMap};
 
-/// The name of the file.
-pub(super) const FILE_NAME: &str = "tokenizer.model";
-/// The most bytes of a piece. SentencePiece trains pieces of at most 16 characters, unless it is told otherwise.
-const MAX_PIECE_BYTES: usize = 1024;
-/// What stands for a space in pieces.
-const SPACE: &str = "▁";
-
-/// A token of the vocabulary; its id is its place.
-struct Token {
-    text: String,
-    score: f32,
-    kind: i32,
-}
-
-/// Converts a SentencePiece model to the JSON of a `tokenizer.json` that makes the same tokens. `settings`: `tokenizer_config.json`, `added`:
-/// `added_tokens.json`; `null` for a file that is missing.
-///
-/// Names of special tokens in a text become these tokens, as in transformers.
+/// The JSON of a `tokenizer.json` that makes the tokens of a SentencePiece model. Names of special tokens in a text become these tokens, as in
+/// transformers.
 ///
 /// # Errors
 /// A sentence about the file.
-pub(super) fn tokenizer_json(model: &[u8], settings: &Value, added: &Value) -> Result<Value, String> {
-    let not_a_model = |reason: String| {
-        format!("this is not a SentencePiece model ({reason}): put the tokenizer.json of the model into the folder")
-    };
-    let model = ModelProto::decode(model).map_err(|error| not_a_model(error.to_string()))?;
-    if model.pieces.is_empty() {
-        return Err(not_a_model("it has no pieces".to_owned()));
-    }
-    let trainer = model.trainer_spec.unwrap_or_default();
-    let normalizer = model.normalizer_spec.unwrap_or_default();
-    check_support(&trainer, &normalizer)?;
-    let (tokens, extra) = vocabulary(model.pieces, settings, added)?;
-    let Some(unknown) = tokens.iter().position(|token| token.kind == UNKNOWN) else {
-        return Err("it has no token for unknown text".into());
-    };
+pub(super) fn tokenizer_json(model: &SentencePieceModel) -> Result<Value, String> {
+    let (trainer, normalizer) = (&model.trainer, &model.normalizer);
     let byte_fallback = trainer.byte_fallback.unwrap_or(false);
-    let model = match trainer.model_type.unwrap_or(UNIGRAM) {
-        BPE => json!({
-            "type": "BPE", "dropout": null, "unk_token": tokens[unknown].text, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": byte_fallback, "ignore_merges": false,
-            "vocab": ids(&tokens), "merges": merges(&tokens),
-        }),
-        UNIGRAM => {
-            let scores: Vec<Value> = tokens.iter().map(|token| json!([token.text, token.score])).collect();
-            json!({"type": "Unigram", "unk_id": unknown, "byte_fallback": byte_fallback, "vocab": scores})
-        }
+    let kind = trainer.model_type.unwrap_or(UNIGRAM);
+    let of_tokens = match kind {
+        BPE => bpe(&model.tokens, byte_fallback)?,
+        UNIGRAM => unigram(&model.tokens, byte_fallback)?,
         other => {
             return Err(format!(
                 "this SentencePiece model is of the type {other}: expected {UNIGRAM} (unigram) or {BPE} (BPE)"
             ));
         }
     };
-    let prefix = prefix(&normalizer, settings);
-    let added_tokens: Vec<Value> = tokens
+    let flag = |key: &str| model.settings.get(key).and_then(Value::as_bool);
+    let prefix = match (model.has_prefix(), flag("legacy")) {
+        (false, _) => Prefix::None,
+        (true, Some(false)) => Prefix::First,
+        (true, _) => Prefix::Always,
+    };
+    // By default the first alone, as transformers' `LlamaTokenizer`.
+    let begin = match flag("add_bos_token").unwrap_or(true) {
+        true => model.special_token("bos_token", trainer.bos_id.unwrap_or(1))?,
+        false => None,
+    };
+    let end = match flag("add_eos_token").unwrap_or(false) {
+        true => model.special_token("eos_token", trainer.eos_id.unwrap_or(2))?,
+        false => None,
+    };
+    let tokens: Vec<&Token> = model.all().collect();
+    Ok(assembled(
+        &tokens,
+        of_tokens,
+        normalizers(normalizer, prefix),
+        prefix,
+        [begin, end],
+    ))
+}
+
+/// The same of the tokens of a GGUF file. `has_prefix`: whether a space is put before a text. `ends`: the tokens before and after a text.
+///
+/// # Errors
+/// A sentence about the tokens.
+pub(super) fn scored_tokenizer_json(
+    tokens: &[Token],
+    has_prefix: bool,
+    ends: [Option<usize>; 2],
+) -> Result<Value, String> {
+    check_tokens(tokens.iter().filter(|token| token.kind != UNUSED))?;
+    let prefix = match has_prefix {
+        true => Prefix::Always,
+        false => Prefix::None,
+    };
+    let normalizer = NormalizerSpec {
+        remove_extra_whitespaces: Some(false),
+        ..NormalizerSpec::default()
+    };
+    let all: Vec<&Token> = tokens.iter().collect();
+    Ok(assembled(
+        &all,
+        bpe(tokens, true)?,
+        normalizers(&normalizer, prefix),
+        prefix,
+        ends,
+    ))
+}
+
+/// The place of the token for unknown text.
+fn unknown(tokens: &[Token]) -> Result<usize, String> {
+    let place = tokens.iter().position(|token| token.kind == UNKNOWN);
+    place.ok_or_else(|| "it has no token for unknown text".to_owned())
+}
+
+fn bpe(tokens: &[Token], byte_fallback: bool) -> Result<Value, String> {
+    let unknown = &tokens[unknown(tokens)?].text;
+    Ok(json!({
+        "type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+        "fuse_unk": true, "byte_fallback": byte_fallback, "ignore_merges": false, "vocab": ids(tokens), "merges": merges(tokens),
+    }))
+}
+
+fn unigram(tokens: &[Token], byte_fallback: bool) -> Result<Value, String> {
+    let scores: Vec<Value> = tokens.iter().map(|token| json!([token.text, token.score])).collect();
+    Ok(json!({"type": "Unigram", "unk_id": unknown(tokens)?, "byte_fallback": byte_fallback, "vocab": scores}))
+}
+
+/// The ids of tokens by their texts.
+fn ids(tokens: &[Token]) -> Map<String, Value> {
+    let used = tokens.iter().enumerate().filter(|(_, token)| token.kind != UNUSED);
+    used.map(|(id, token)| (token.text.clone(), json!(id))).collect()
+}
+
+/// The parts of a `tokenizer.json`. `ends`: the tokens before and after a text.
+fn assembled(
+    tokens: &[&Token],
+    model: Value,
+    normalizers: Vec<Value>,
+    prefix: Prefix,
+    ends: [Option<usize>; 2],
+) -> Value {
+    let special = tokens
         .iter()
-        .chain(&extra)
         .enumerate()
-        .filter(|(_, token)| [UNKNOWN, CONTROL, USER_DEFINED].contains(&token.kind))
+        .filter(|(_, token)| [UNKNOWN, CONTROL, USER_DEFINED].contains(&token.kind));
+    let added_tokens: Vec<Value> = special
         .map(|(id, token)| {
             json!({
                 "id": id, "content": token.text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
@@ -75,163 +123,15 @@ pub(super) fn tokenizer_json(model: &[u8], settings: &Value, added: &Value) -> R
             })
         })
         .collect();
-    Ok(json!({
+    let ends = ends.map(|id| id.and_then(|id| Some((tokens.get(id)?.text.as_str(), id))));
+    json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added_tokens,
-        "normalizer": {"type": "Sequence", "normalizers": normalizers(&normalizer, prefix)},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": pre_tokenizer(prefix),
-        "post_processor": post_processor(&trainer, settings, &tokens, &extra)?,
+        "post_processor": post_processor(ends),
         "decoder": {"type": "Sequence", "decoders": decoders(prefix)},
         "model": model,
-    }))
-}
-
-/// Checks that the model has nothing that a `tokenizer.json` cannot express.
-fn check_support(trainer: &TrainerSpec, normalizer: &NormalizerSpec) -> Result<(), String> {
-    for (is_set, what) in [
-        (
-            trainer.treat_whitespace_as_suffix.unwrap_or(false),
-            "`treat_whitespace_as_suffix`",
-        ),
-        (
-            !normalizer.escape_whitespaces.unwrap_or(true),
-            "`escape_whitespaces: false`",
-        ),
-    ] {
-        if is_set {
-            return Err(format!("this SentencePiece model has {what}, which is not supported"));
-        }
-    }
-    Ok(())
-}
-
-/// The pieces, and the tokens that follow them.
-fn vocabulary(pieces: Vec<Piece>, settings: &Value, added: &Value) -> Result<(Vec<Token>, Vec<Token>), String> {
-    let mut tokens = Vec::with_capacity(pieces.len());
-    for piece in pieces {
-        let kind = piece.kind.unwrap_or(NORMAL);
-        if piece.piece.len() > MAX_PIECE_BYTES {
-            return Err(format!(
-                "a piece of it has {} bytes: expected at most {MAX_PIECE_BYTES}",
-                piece.piece.len()
-            ));
-        }
-        if kind == UNUSED {
-            return Err(format!(
-                "its piece `{}` is marked as unused, which is not supported",
-                piece.piece
-            ));
-        }
-        if kind == USER_DEFINED && piece.piece.contains(SPACE) {
-            return Err(format!(
-                "its piece `{}` is user-defined and has a space, which is not supported",
-                piece.piece
-            ));
-        }
-        tokens.push(Token {
-            text: piece.piece,
-            score: piece.score,
-            kind,
-        });
-    }
-    let mut extra: BTreeMap<usize, Token> = BTreeMap::new();
-    for (id, text, is_special) in added_tokens(settings, added) {
-        let kind = if is_special { CONTROL } else { USER_DEFINED };
-        match tokens.get_mut(id) {
-            // Files may give another name to a piece.
-            Some(token) if token.text != text => {
-                token.text = text;
-                if token.kind != UNKNOWN {
-                    token.kind = kind;
-                }
-            }
-            Some(_) => {}
-            None => {
-                let score = 0.0;
-                extra.insert(id, Token { text, score, kind });
-            }
-        }
-    }
-    if let Some((index, (id, token))) = extra
-        .iter()
-        .enumerate()
-        .find(|(index, (id, _))| **id != tokens.len() + index)
-    {
-        return Err(format!(
-            "the added token `{}` has the id {id}, and the next one after the model's is {}",
-            token.text,
-            tokens.len() + index
-        ));
-    }
-    let extra: Vec<Token> = extra.into_values().collect();
-    check_names(&tokens, &extra)?;
-    Ok((tokens, extra))
-}
-
-/// Checks that no two tokens have the same text.
-fn check_names(tokens: &[Token], extra: &[Token]) -> Result<(), String> {
-    let mut names = HashMap::new();
-    for (id, token) in tokens.iter().chain(extra).enumerate() {
-        if let Some(other) = names.insert(token.text.as_str(), id) {
-            return Err(format!("its tokens {other} and {id} are both `{}`", token.text));
-        }
-    }
-    Ok(())
-}
-
-/// The tokens that other files of the folder name: id, text, and whether it is special.
-fn added_tokens(settings: &Value, added: &Value) -> Vec<(usize, String, bool)> {
-    let mut found: BTreeMap<usize, (String, bool)> = BTreeMap::new();
-    for (text, id) in added.as_object().into_iter().flatten() {
-        if let Some(id) = id.as_u64().and_then(|id| usize::try_from(id).ok()) {
-            found.insert(id, (text.clone(), true));
-        }
-    }
-    let decoder = settings.get("added_tokens_decoder").and_then(Value::as_object);
-    for (id, token) in decoder.into_iter().flatten() {
-        if let (Ok(id), Some(text)) = (id.parse::<usize>(), token.get("content").and_then(Value::as_str)) {
-            let is_special = token.get("special").and_then(Value::as_bool).unwrap_or(false);
-            found.insert(id, (text.to_owned(), is_special));
-        }
-    }
-    let tokens = found.into_iter();
-    tokens.map(|(id, (text, is_special))| (id, text, is_special)).collect()
-}
-
-/// The ids of tokens by their texts.
-fn ids(tokens: &[Token]) -> Map<String, Value> {
-    let entries = tokens.iter().enumerate();
-    entries.map(|(id, token)| (token.text.clone(), json!(id))).collect()
-}
-
-/// The pairs that make a piece, first those of the piece with the largest score: SentencePiece joins the neighbours that make it.
-fn merges(tokens: &[Token]) -> Vec<[&str; 2]> {
-    let normal = || tokens.iter().filter(|token| token.kind == NORMAL);
-    let known: HashMap<&str, usize> = normal()
-        .enumerate()
-        .map(|(place, token)| (token.text.as_str(), place))
-        .collect();
-    let mut merges = Vec::new();
-    for token in normal() {
-        let first = merges.len();
-        for (at, _) in token.text.char_indices().skip(1) {
-            let (left, right) = token.text.split_at(at);
-            if let (Some(of_left), Some(of_right)) = (known.get(left), known.get(right)) {
-                merges.push((token.score, [left, right], [*of_left, *of_right]));
-            }
-        }
-        merges[first..].sort_by_key(|(_, _, places)| *places);
-    }
-    merges.sort_by(|(score, [left, right], _), (other, [other_left, other_right], _)| {
-        let by_score = other.total_cmp(score);
-        let by_length =
-            || (characters(other_left), characters(other_right)).cmp(&(characters(left), characters(right)));
-        by_score.then_with(by_length)
-    });
-    merges.into_iter().map(|(_, pair, _)| pair).collect()
-}
-
-fn characters(text: &str) -> usize {
-    text.chars().count()
+    })
 }
 
 /// Where a space is put before a text.
@@ -242,16 +142,6 @@ enum Prefix {
     Always,
     /// At the beginning of the text alone, unless it has a space there: `legacy: false` of transformers.
     First,
-}
-
-fn prefix(normalizer: &NormalizerSpec, settings: &Value) -> Prefix {
-    let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
-    let is_added = flag("add_prefix_space").unwrap_or(normalizer.add_dummy_prefix.unwrap_or(true));
-    match (is_added, flag("legacy")) {
-        (false, _) => Prefix::None,
-        (true, Some(false)) => Prefix::First,
-        (true, _) => Prefix::Always,
-    }
 }
 
 fn normalizers(normalizer: &NormalizerSpec, prefix: Prefix) -> Vec<Value> {
@@ -291,63 +181,33 @@ fn decoders(prefix: Prefix) -> Vec<Value> {
     steps
 }
 
-/// The tokens that begin and end a text: by default the first alone, as transformers' `LlamaTokenizer`.
-fn post_processor(
-    trainer: &TrainerSpec,
-    settings: &Value,
-    tokens: &[Token],
-    extra: &[Token],
-) -> Result<Option<Value>, String> {
-    let token = |key: &str, id: i32| -> Result<Option<(String, usize)>, String> {
-        let setting = settings.get(key);
-        let name = setting.and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
-        let mut all = tokens.iter().chain(extra);
-        match name {
-            Some(name) => match all.position(|token| token.text == name) {
-                Some(id) => Ok(Some((name.to_owned(), id))),
-                None => Err(format!(
-                    "`{key}` of tokenizer_config.json is `{name}`, which it does not have"
-                )),
-            },
-            None => Ok(usize::try_from(id)
-                .ok()
-                .and_then(|id| Some((tokens.get(id)?.text.clone(), id)))),
-        }
-    };
-    let flag = |key: &str, default: bool| settings.get(key).and_then(Value::as_bool).unwrap_or(default);
-    let begin = match flag("add_bos_token", true) {
-        true => token("bos_token", trainer.bos_id.unwrap_or(1))?,
-        false => None,
-    };
-    let end = match flag("add_eos_token", false) {
-        true => token("eos_token", trainer.eos_id.unwrap_or(2))?,
-        false => None,
-    };
+/// Puts tokens, with their ids, before and after a text.
+fn post_processor([begin, end]: [Option<(&str, usize)>; 2]) -> Option<Value> {
     if begin.is_none() && end.is_none() {
-        return Ok(None);
+        return None;
     }
     let part = |kind: &str, id: &str| json!({kind: {"id": id, "type_id": 0}});
+    let special = |token: Option<(&str, usize)>| token.map(|(token, _)| part("SpecialToken", token));
     let of_text = |name: &str| {
-        let special = |token: &Option<(String, usize)>| token.as_ref().map(|(token, _)| part("SpecialToken", token));
-        let parts = special(&begin).into_iter().chain([part("Sequence", name)]);
-        parts.chain(special(&end)).collect::<Vec<Value>>()
+        let parts = special(begin).into_iter().chain([part("Sequence", name)]);
+        parts.chain(special(end)).collect::<Vec<Value>>()
     };
-    let special: Map<String, Value> = begin
-        .iter()
-        .chain(&end)
-        .map(|(token, id)| (token.clone(), json!({"id": token, "ids": [id], "tokens": [token]})))
+    let tokens: Map<String, Value> = [begin, end]
+        .into_iter()
+        .flatten()
+        .map(|(token, id)| (token.to_owned(), json!({"id": token, "ids": [id], "tokens": [token]})))
         .collect();
-    Ok(Some(json!({
-        "type": "TemplateProcessing", "single": of_text("A"), "pair": [of_text("A"), of_text("B")].concat(),
-        "special_tokens": special,
-    })))
+    Some(json!({
+        "type": "TemplateProcessing", "single": of_text("A"), "pair": [of_text("A"), of_text("B")].concat(), "special_tokens": tokens,
+    }))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::scored_vocabulary::SentencePieceModel;
     use super::super::tokenizer::TextTokenizer;
-    use super::tokenizer_json;
+    use super::{scored_tokenizer_json, tokenizer_json};
     use crate::testing::fixtures;
     use serde_json::{Value, json};
     use tokenizers::Tokenizer;
@@ -357,8 +217,8 @@ mod tests {
     }
 
     fn tokenizer(name: &str, settings: &Value, added: &Value) -> Tokenizer {
-        let json = tokenizer_json(&model(name), settings, added).unwrap();
-        json.to_string().parse().unwrap()
+        let model = SentencePieceModel::read(&model(name), settings.clone(), added).unwrap();
+        tokenizer_json(&model).unwrap().to_string().parse().unwrap()
     }
 
     fn ids(tokenizer: &Tokenizer, text: &str, special: bool) -> Vec<u32> {
@@ -389,6 +249,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn tokens_with_scores_and_types_make_the_same_tokenizer() {
+        let model = SentencePieceModel::read(&model("bpe"), Value::Null, &Value::Null).unwrap();
+        let of_model = tokenizer_json(&model).unwrap();
+        assert_eq!(
+            scored_tokenizer_json(&model.tokens, true, [Some(1), None]).unwrap(),
+            of_model
+        );
+        // Tokens of no use are not in it.
+        let mut tokens = model.tokens.clone();
+        for token in tokens.iter_mut().skip(518) {
+            token.kind = crate::models::sentencepiece::UNUSED;
+            token.text = "[PAD]".into();
+        }
+        let tokenizer: Tokenizer = scored_tokenizer_json(&tokens, false, [None, Some(2)])
+            .unwrap()
+            .to_string()
+            .parse()
+            .unwrap();
+        assert_eq!(tokenizer.get_vocab_size(true), 518);
+        assert_eq!(ids(&tokenizer, "", true), [2]);
     }
 
     #[test]

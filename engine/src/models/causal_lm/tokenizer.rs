@@ -1,11 +1,9 @@
 //! The tokenizer of a language model: `tokenizer.json` of its folder, or else `tokenizer.model`.
 
-use super::sentencepiece_tokenizer;
+use super::scored_vocabulary::{FILE_NAME, SentencePieceModel};
+use super::sentencepiece_tokenizer::tokenizer_json;
 use crate::error::{EngineError, Result};
 use crate::models::{config, tokenizer_file};
-use aitk_common::fsutil::regular;
-use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -91,7 +89,7 @@ impl TextTokenizer {
     /// Whether a model folder has a tokenizer.
     #[must_use]
     pub fn is_in(folder: &Path) -> bool {
-        ["tokenizer.json", sentencepiece_tokenizer::FILE_NAME]
+        ["tokenizer.json", FILE_NAME]
             .iter()
             .any(|name| folder.join(name).is_file())
     }
@@ -102,7 +100,7 @@ impl TextTokenizer {
     /// When it or a file beside it cannot be read, or it has ids that the model does not have.
     pub fn open(folder: &Path, vocab_size: usize) -> Result<Self> {
         let path = folder.join("tokenizer.json");
-        let sentencepiece = folder.join(sentencepiece_tokenizer::FILE_NAME);
+        let sentencepiece = folder.join(FILE_NAME);
         if !path.is_file() && sentencepiece.is_file() {
             return Self::open_sentencepiece(folder, sentencepiece, vocab_size);
         }
@@ -119,14 +117,8 @@ impl TextTokenizer {
     }
 
     fn open_sentencepiece(folder: &Path, path: PathBuf, vocab_size: usize) -> Result<Self> {
-        let model = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
-        let read = |name: &str| match folder.join(name) {
-            path if path.is_file() => config::read_json(&path),
-            _ => Ok(Value::Null),
-        };
-        let (settings, added) = (read("tokenizer_config.json")?, read("added_tokens.json")?);
-        let json = sentencepiece_tokenizer::tokenizer_json(&model, &settings, &added)
-            .map_err(|message| EngineError::model_config(&path, message))?;
+        let model = SentencePieceModel::open(folder)?;
+        let json = tokenizer_json(&model).map_err(|message| EngineError::model_config(&path, message))?;
         Self::from_json(&json.to_string(), path, vocab_size)
     }
 

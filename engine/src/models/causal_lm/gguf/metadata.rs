@@ -66,4 +66,11 @@ impl Metadata {
             _ => None,
         }
     }
+
+    pub(super) fn floats(&self, key: &str) -> Option<&[f32]> {
+        match self.0.get(key)? {
+            MetadataValue::Floats(numbers) => Some(numbers),
+            _ => None,
+        }
+    }
 }

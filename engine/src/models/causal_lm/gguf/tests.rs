@@ -66,6 +66,72 @@ fn export(folder: &Path, file: &Path, dtype: LmExportType) {
         .unwrap();
 }
 
+/// A folder with a tiny Llama whose tokenizer is a SentencePiece model of the fixtures.
+fn write_sentencepiece(folder: &Path, name: &str) {
+    let mut config = config("llama");
+    config["vocab_size"] = json!(528);
+    config["eos_token_id"] = json!(2);
+    write_model(folder, &config);
+    let model = crate::testing::fixtures()
+        .join("sentencepiece")
+        .join(name)
+        .join("tokenizer.model");
+    std::fs::copy(model, folder.join("tokenizer.model")).unwrap();
+}
+
+#[test]
+fn sentencepiece_models_make_the_same_tokens_after_export() {
+    compute_on_this_thread();
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+    write_sentencepiece(&folder, "bpe");
+    let settings = json!({"added_tokens_decoder": {"520": {"content": "<pad>", "special": true}}});
+    std::fs::write(folder.join("tokenizer_config.json"), settings.to_string()).unwrap();
+    export(&folder, &file, LmExportType::F32);
+    let (_, before) = open_tokenizer(&folder).unwrap();
+    let (config, after) = open_tokenizer(&file).unwrap();
+    assert_eq!(config.eos_token_ids, [2]);
+    for text in [
+        "",
+        " a",
+        "def add(a, b):\n    return a + b\n",
+        "\t刄🦀",
+        "<pad>x",
+        "a<|fim|>b",
+    ] {
+        let ids = before.encode(text).unwrap();
+        assert_eq!(ids, after.encode(text).unwrap(), "{text:?}");
+        assert_eq!(before.decode(&ids).unwrap(), after.decode(&ids).unwrap(), "{text:?}");
+        assert_eq!(ids[0], 1);
+    }
+    // A tokenizer.json of the same tokens beside it changes nothing, and one of others is noticed.
+    let json = folder.join("tokenizer.json");
+    let text = before.inner().0.to_string(false).unwrap();
+    std::fs::write(&json, &text).unwrap();
+    let again = dir.path().join("b.gguf");
+    export(&folder, &again, LmExportType::F32);
+    assert_eq!(std::fs::read(&file).unwrap(), std::fs::read(&again).unwrap());
+    std::fs::write(&json, text.replace("<|fim|>", "<|gap|>")).unwrap();
+    assert!(refusal(&folder).contains("tokenizers of different models"));
+    // What llama.cpp would read otherwise.
+    for name in ["unigram", "folded"] {
+        let folder = dir.path().join(name);
+        write_sentencepiece(&folder, name);
+        let message = refusal(&folder);
+        assert!(
+            message.contains("tokenizer.model") && message.contains("format: hf"),
+            "{message}"
+        );
+    }
+}
+
+/// The error of exporting a folder.
+fn refusal(folder: &Path) -> String {
+    let model = CausalLm::load(folder, &CausalLmOptions::cpu()).unwrap();
+    let export = GgufExport::new(&model, folder, "tiny", LmExportType::F32);
+    export.map(drop).unwrap_err().to_string()
+}
+
 #[test]
 fn models_of_every_family_have_the_same_logits_after_export() {
     compute_on_this_thread();

@@ -1,9 +1,11 @@
-//! The metadata of a tokenizer in GGUF files (`tokenizer.ggml.*`), from `tokenizer.json`.
+//! The metadata of a tokenizer in GGUF files (`tokenizer.ggml.*`), from `tokenizer.json` or `tokenizer.model`.
 
+use super::super::scored_vocabulary::{FILE_NAME, SentencePieceModel, Token};
 use super::super::tokenizer::{FimTokens, TextTokenizer};
 use super::pre_tokenizer;
 use crate::error::{EngineError, Result};
 use crate::models::config;
+use crate::models::sentencepiece::BPE;
 use crate::weights::GgufValue;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -14,6 +16,8 @@ pub(super) const NORMAL: i32 = 1;
 pub(super) const CONTROL: i32 = 3;
 pub(super) const USER_DEFINED: i32 = 4;
 pub(super) const UNUSED: i32 = 5;
+/// The score of an id without a token, as llama.cpp's converter writes it.
+const UNUSED_SCORE: f32 = -10_000.0;
 
 /// What a reader of the file does with a text: the keys and their values.
 pub(super) fn metadata(
@@ -22,39 +26,11 @@ pub(super) fn metadata(
     vocab_size: usize,
     eos_token_ids: &[u32],
 ) -> Result<Vec<(String, GgufValue)>> {
-    let path = folder.join("tokenizer.json");
-    if !path.is_file() {
-        return Err(EngineError::model_config(
-            tokenizer.inner().1,
-            "only byte-level BPE tokenizers are written to GGUF files, and this one is a SentencePiece model",
-        ));
-    }
-    let json = config::read_json(&path)?;
-    let refuse = |message: String| EngineError::model_config(&path, message);
-    let model = json.get("model").unwrap_or(&Value::Null);
-    if model.get("type").and_then(Value::as_str) != Some("BPE") {
-        return Err(refuse(
-            "only byte-level BPE tokenizers are written to GGUF files, and this one is of another type".into(),
-        ));
-    }
-    let pre = pre_tokenizer::name_of(json.get("pre_tokenizer").unwrap_or(&Value::Null)).map_err(|found| {
-        refuse(format!(
-            "llama.cpp has a name for each rule by which tokenizers split texts, and the rule of this tokenizer ({found}) is none of those \
-             that this release knows: {}",
-            pre_tokenizer::known_names()
-        ))
-    })?;
-    let tokens = tokens(&json, tokenizer, vocab_size).map_err(refuse)?;
-    let merges = merges(model).map_err(refuse)?;
-    let key = |name: &str| format!("tokenizer.ggml.{name}");
-    let (names, types) = tokens.into_iter().unzip();
-    let mut out = vec![
-        (key("model"), GgufValue::Text("gpt2".into())),
-        (key("pre"), GgufValue::Text(pre.into())),
-        (key("tokens"), GgufValue::Texts(names)),
-        (key("token_type"), GgufValue::Integers(types)),
-        (key("merges"), GgufValue::Texts(merges)),
-    ];
+    let is_sentencepiece = is_sentencepiece(folder)?;
+    let mut out = match is_sentencepiece {
+        true => sentencepiece_vocabulary(folder, tokenizer, vocab_size)?,
+        false => byte_level_vocabulary(folder, tokenizer, vocab_size)?,
+    };
     let mut ids = special_ids(folder, tokenizer, vocab_size)?;
     if let Some(end) = eos_token_ids.first().copied().or(tokenizer.end()) {
         ids.entry("eos").or_insert(end);
@@ -67,15 +43,22 @@ pub(super) fn metadata(
     if let Some(FimTokens { prefix, suffix, middle }) = tokenizer.fim_tokens() {
         ids.extend([("fim_pre", prefix), ("fim_suf", suffix), ("fim_mid", middle)]);
     }
+    let begins = begins_with(tokenizer)?;
+    if let Some(id) = begins.filter(|_| is_sentencepiece) {
+        // Without a name in `tokenizer_config.json` it is that of the model.
+        ids.entry("bos").or_insert(id);
+    }
     out.extend(
         ids.iter()
             .map(|(name, id)| (key(&format!("{name}_token_id")), GgufValue::Unsigned(*id))),
     );
-    let begins = begins_with(tokenizer)?;
     if let Some(id) = begins.filter(|id| ids.get("bos") != Some(id)) {
-        return Err(refuse(format!(
-            "the tokenizer begins each text with the token {id}, which is not its `bos_token`: llama.cpp would begin texts otherwise"
-        )));
+        return Err(EngineError::model_config(
+            tokenizer.inner().1,
+            format!(
+                "the tokenizer begins each text with the token {id}, which is not its `bos_token`: llama.cpp would begin texts otherwise"
+            ),
+        ));
     }
     out.push((key("add_bos_token"), GgufValue::Flag(begins.is_some())));
     if let Some(template) = chat_template(folder)? {
@@ -105,6 +88,113 @@ fn chat_template(folder: &Path) -> Result<Option<String>> {
             .and_then(|entry| text(entry.get("template")?)),
         other => other.and_then(text),
     })
+}
+
+/// The vocabulary of a byte-level BPE tokenizer.
+fn byte_level_vocabulary(
+    folder: &Path,
+    tokenizer: &TextTokenizer,
+    vocab_size: usize,
+) -> Result<Vec<(String, GgufValue)>> {
+    let path = folder.join("tokenizer.json");
+    let json = config::read_json(&path)?;
+    let refuse = |message: String| EngineError::model_config(&path, message);
+    let model = json.get("model").unwrap_or(&Value::Null);
+    if model.get("type").and_then(Value::as_str) != Some("BPE") {
+        return Err(refuse(
+            "only byte-level BPE tokenizers and SentencePiece models (`tokenizer.model`) are written to GGUF files, and this one is of another \
+             type"
+                .into(),
+        ));
+    }
+    let pre = pre_tokenizer::name_of(json.get("pre_tokenizer").unwrap_or(&Value::Null)).map_err(|found| {
+        refuse(format!(
+            "llama.cpp has a name for each rule by which tokenizers split texts, and the rule of this tokenizer ({found}) is none of those \
+             that this release knows: {}",
+            pre_tokenizer::known_names()
+        ))
+    })?;
+    let tokens = tokens(&json, tokenizer, vocab_size).map_err(refuse)?;
+    let merges = merges(model).map_err(refuse)?;
+    let (names, types) = tokens.into_iter().unzip();
+    Ok(vec![
+        (key("model"), GgufValue::Text("gpt2".into())),
+        (key("pre"), GgufValue::Text(pre.into())),
+        (key("tokens"), GgufValue::Texts(names)),
+        (key("token_type"), GgufValue::Integers(types)),
+        (key("merges"), GgufValue::Texts(merges)),
+    ])
+}
+
+fn key(name: &str) -> String {
+    format!("tokenizer.ggml.{name}")
+}
+
+/// Whether the tokens of a folder are the pieces of its SentencePiece model: that of its `tokenizer.json` is not byte-level, or there is none.
+fn is_sentencepiece(folder: &Path) -> Result<bool> {
+    if !folder.join(FILE_NAME).is_file() {
+        return Ok(false);
+    }
+    let path = folder.join("tokenizer.json");
+    if !path.is_file() {
+        return Ok(true);
+    }
+    let json = config::read_json(&path)?;
+    Ok(json.pointer("/model/byte_fallback").and_then(Value::as_bool) == Some(true))
+}
+
+/// The vocabulary of a SentencePiece model.
+fn sentencepiece_vocabulary(
+    folder: &Path,
+    tokenizer: &TextTokenizer,
+    vocab_size: usize,
+) -> Result<Vec<(String, GgufValue)>> {
+    let model = SentencePieceModel::open(folder)?;
+    let path = folder.join(FILE_NAME);
+    let refuse = |message: String| EngineError::model_config(&path, message);
+    let normalizes = model.normalizer.remove_extra_whitespaces.unwrap_or(true)
+        || model
+            .normalizer
+            .precompiled_charsmap
+            .as_ref()
+            .is_some_and(|map| !map.is_empty());
+    if model.trainer.model_type != Some(BPE) || !model.trainer.byte_fallback.unwrap_or(false) || normalizes {
+        return Err(refuse(
+            "llama.cpp reads SentencePiece models of the type BPE with byte fallback, which leave texts as they are, and this one is another: the \
+             model cannot be exported as GGUF, only as `format: hf`"
+                .into(),
+        ));
+    }
+    let mut all: Vec<Token> = model.all().cloned().collect();
+    for (id, token) in all.iter().enumerate() {
+        let used = u32::try_from(id)
+            .ok()
+            .and_then(|id| tokenizer.inner().0.id_to_token(id));
+        if used.as_deref() != Some(token.text.as_str()) {
+            return Err(refuse(format!(
+                "its token {id} is `{}`, and that of tokenizer.json is {used:?}: they are tokenizers of different models",
+                token.text
+            )));
+        }
+    }
+    all.extend((all.len()..vocab_size).map(|id| Token {
+        text: format!("[PAD{id}]"),
+        score: UNUSED_SCORE,
+        kind: UNUSED,
+    }));
+    let scores = all.iter().map(|token| token.score).collect();
+    let types = all.iter().map(|token| token.kind).collect();
+    Ok(vec![
+        (key("model"), GgufValue::Text("llama".into())),
+        (key("pre"), GgufValue::Text("default".into())),
+        (
+            key("tokens"),
+            GgufValue::Texts(all.into_iter().map(|token| token.text).collect()),
+        ),
+        (key("scores"), GgufValue::Floats(scores)),
+        (key("token_type"), GgufValue::Integers(types)),
+        (key("add_space_prefix"), GgufValue::Flag(model.has_prefix())),
+    ])
 }
 
 /// The token that the tokenizer puts before a text.

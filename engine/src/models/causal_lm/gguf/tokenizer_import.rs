@@ -1,8 +1,10 @@
 //! The tokenizer of a GGUF file, from its metadata (`tokenizer.ggml.*`).
 
+use super::super::scored_vocabulary::Token;
+use super::super::sentencepiece_tokenizer::scored_tokenizer_json;
 use super::metadata::Metadata;
 use super::pre_tokenizer;
-use super::tokenizer_export::{CONTROL, UNUSED, USER_DEFINED};
+use super::tokenizer_export::{CONTROL, NORMAL, UNUSED, USER_DEFINED};
 use serde_json::{Map, Value, json};
 
 /// The tokenizer as the text of a `tokenizer.json`.
@@ -14,9 +16,10 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<String, String> {
     let id = |key: &str| metadata.number(&format!("tokenizer.ggml.{key}_token_id"));
     match text("model") {
         Some("gpt2") => {}
+        Some("llama") => return sentencepiece_json(metadata),
         Some(other) => {
             return Err(format!(
-                "its tokenizer is of the type `{other}`, and only `gpt2` (byte-level BPE) can be read"
+                "its tokenizer is of the type `{other}`, and only `gpt2` (byte-level BPE) and `llama` (SentencePiece) can be read"
             ));
         }
         None => return Err("it has no tokenizer".into()),
@@ -71,4 +74,42 @@ pub(super) fn tokenizer_json(metadata: &Metadata) -> Result<String, String> {
         },
     });
     Ok(tokenizer.to_string())
+}
+
+/// The tokenizer of a file whose tokens are the pieces of a SentencePiece model. Missing keys have llama.cpp's values.
+fn sentencepiece_json(metadata: &Metadata) -> Result<String, String> {
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let (texts, scores) = (metadata.texts(&key("tokens")), metadata.floats(&key("scores")));
+    let (Some(texts), Some(scores)) = (texts, scores) else {
+        return Err("its tokenizer has no tokens or no scores".into());
+    };
+    if texts.len() != scores.len() {
+        return Err(format!(
+            "its tokenizer has {} tokens and {} scores",
+            texts.len(),
+            scores.len()
+        ));
+    }
+    let kinds = metadata.wholes(&key("token_type")).unwrap_or_default();
+    let kind_of = |id: usize| {
+        kinds
+            .get(id)
+            .and_then(|kind| i32::try_from(*kind).ok())
+            .unwrap_or(NORMAL)
+    };
+    let tokens: Vec<Token> = texts
+        .iter()
+        .zip(scores)
+        .enumerate()
+        .map(|(id, (text, score))| Token {
+            text: text.clone(),
+            score: *score,
+            kind: kind_of(id),
+        })
+        .collect();
+    let flag = |name: &str, usual: bool| metadata.flag(&key(name)).unwrap_or(usual);
+    let id = |name: &str, usual: usize| metadata.number(&key(name)).unwrap_or(usual);
+    let begin = flag("add_bos_token", true).then(|| id("bos_token_id", 1));
+    let end = flag("add_eos_token", false).then(|| id("eos_token_id", 2));
+    scored_tokenizer_json(&tokens, flag("add_space_prefix", true), [begin, end]).map(|json| json.to_string())
 }
