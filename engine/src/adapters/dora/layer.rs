@@ -127,6 +127,9 @@ impl WeightAdapter for DecomposedLayer {
         let mut shape = vec![1; changed.rank()];
         shape[self.axis.position()] = factors.elem_count();
         let factors = (factors + 1.0)?.reshape(shape)?;
-        changed.broadcast_mul(&factors)? - base
+        let product = changed.broadcast_mul(&factors)?;
+        // Three tensors of the size of the weight are in memory at most.
+        drop(changed);
+        product - base
     }
 }
