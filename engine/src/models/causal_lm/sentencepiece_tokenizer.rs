@@ -198,7 +198,7 @@ fn post_processor([begin, end]: [Option<(&str, usize)>; 2]) -> Option<Value> {
         .map(|(token, id)| (token.to_owned(), json!({"id": token, "ids": [id], "tokens": [token]})))
         .collect();
     Some(json!({
-        "type": "TemplateProcessing", "single": of_text("A"), "pair": [of_text("A"), of_text("B")].concat(), "special_tokens": tokens,
+        "type": "TemplateProcessing", "single": of_text("A"), "pair": ([of_text("A"), of_text("B")].concat()), "special_tokens": tokens,
     }))
 }
 
