@@ -107,6 +107,20 @@ impl Checkpoint {
         Ok(steps)
     }
 
+    /// Removes the checkpoints of `parent` of later steps than `step`. Only folders with a final name count. Returns the removed
+    /// steps.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Fs`].
+    pub fn remove_after(parent: &Path, step: u64) -> Result<Vec<u64>, CheckpointError> {
+        let mut later = steps(parent)?;
+        later.retain(|other| *other > step);
+        for step in &later {
+            fsutil::remove(&parent.join(folder_name(*step)))?;
+        }
+        Ok(later)
+    }
+
     /// The checkpoint's folder.
     #[must_use]
     pub fn folder(&self) -> &Path {

@@ -8,7 +8,7 @@ use super::run::Run;
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
 use aitk_common::attempt::ChildEvent;
-use aitk_common::checkpoint::CheckpointWriter;
+use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -161,6 +161,24 @@ impl Run<'_> {
         let path = writer.commit(state).map_err(checkpoint_error)?;
         self.last_checkpoint = Some(step);
         cx.events.emit(ChildEvent::Checkpoint { path, step });
+        self.remove_later_checkpoints(cx, step)
+    }
+
+    /// Removes the checkpoints of later steps than `step`, which has one now. They are of a training that went further before this one
+    /// started at an earlier step (`train.start_step`, or a save). A run that resumes here would take them for the newest.
+    fn remove_later_checkpoints(&self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        // Then the checkpoint to resume from is named, whatever is in the folder.
+        if cx.spec.resume_from.is_some() {
+            return Ok(());
+        }
+        let removed = Checkpoint::remove_after(&self.folder.checkpoints(), step).map_err(checkpoint_error)?;
+        for later in removed {
+            let message = format!(
+                "the checkpoint of step {later} was removed: this training started at an earlier step, and resumes from its own of step \
+                 {step}"
+            );
+            cx.log("info", message);
+        }
         Ok(())
     }
 }

@@ -96,6 +96,10 @@ impl Run<'_> {
                     format!("`train.start_step`: these weights go on as if they were those of step {step}"),
                 );
             }
+            if self.start_step != step {
+                // No checkpoint is of this training's steps yet.
+                self.last_checkpoint = None;
+            }
             self.start_step = step;
         }
         Ok(())
@@ -161,7 +165,7 @@ impl Run<'_> {
         match (unfit, &newest) {
             (None, _) => {}
             (Some((problem, _)), Some(_)) => cx.log("warn", format!("{problem}; trying the newest save instead")),
-            // A run that started anew would lose its first checkpoints: of two runs in a folder, those of the later steps stay.
+            // A run that started anew would remove this checkpoint with its first one.
             (Some((problem, error)), None) if error.cause() == FailureCause::BadInput => {
                 return Err(EngineError::bad_input(format!(
                     "{problem}, and there is no save: undo the change of the config, give the run another `config.name`, or move {} away",

@@ -290,6 +290,29 @@ fn a_run_that_started_at_a_step_resumes_where_it_was_interrupted() {
     );
 }
 
+/// A checkpoint of a later step, of the training before, is neither the newest one nor that of the last step.
+#[test]
+fn a_run_that_started_at_an_earlier_step_resumes_from_its_own_checkpoints() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
+    process.train.start_step = Some(2);
+    let (outcome, events) = stop_at(&spec(process.clone()), 3);
+    assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
+    let (outcome, events) = run_spec(&spec(process.clone()));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(logs(&events).contains("resuming from step 3"), "{}", logs(&events));
+    assert_eq!(losses(&events).len(), 5);
+
+    // It ends at the step of a checkpoint that is there.
+    process.train.start_step = Some(6);
+    let (_, events) = run_spec(&spec(process.clone()));
+    assert_eq!(losses(&events).len(), 2, "{}", logs(&events));
+    process.train.steps = 9;
+    let (_, events) = run_spec(&spec(process));
+    assert_eq!(losses(&events).len(), 1, "{}", logs(&events));
+}
+
 #[test]
 fn a_damaged_checkpoint_is_skipped_for_the_previous_one() {
     let dir = tempfile::tempdir().unwrap();
