@@ -57,6 +57,23 @@ fn a_training_without_some_images_is_that_of_a_folder_without_them() {
 }
 
 #[test]
+fn a_preview_counts_the_images_of_each_entry_of_a_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 1);
+    process.datasets.push(process.datasets[0].clone());
+    process.datasets.push(process.datasets[0].clone());
+    process.datasets[0].excluded_images = vec!["p0.png".to_owned()];
+    let captions = dir.path().join("captions.json");
+    std::fs::write(&captions, r#"{"p1": {"caption": "a circle"}}"#).unwrap();
+    process.datasets[2].captions_file = Some(captions.display().to_string());
+    let parsed = serde_json::from_value(spec(process.clone()).job).unwrap();
+    let seen = preview(&parsed, &process, &BTreeMap::new());
+    assert_eq!(seen.problems, [""; 0]);
+    let images: Vec<u64> = seen.datasets.iter().map(|set| set.images).collect();
+    assert_eq!(images, [4, 5, 1]);
+}
+
+#[test]
 fn the_largest_batches_are_those_of_the_buckets() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 1);

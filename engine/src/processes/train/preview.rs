@@ -87,12 +87,16 @@ impl TrainingPreview {
                 &a.default_caption,
                 a.short_captions,
                 &a.controls,
+                &a.captions_file,
+                &a.excluded,
             ) == (
                 &b.path,
                 &b.caption_ext,
                 &b.default_caption,
                 b.short_captions,
                 &b.controls,
+                &b.captions_file,
+                &b.excluded,
             )
         };
         for (options, section) in options::dataset_options(process, &cx)?.into_iter().zip(&names) {
