@@ -14,6 +14,8 @@ use image::RgbImage;
 pub struct PreparedImage {
     /// [3, h, w], float32 on the CPU: from -1 to 1, or normalised.
     pub pixels: Tensor,
+    /// Left and top edge of its crop, in the scaled image.
+    pub crop: (u32, u32),
     /// How the pixels of its mask and of its control image move.
     pub moves: Vec<SpatialChange>,
 }
@@ -24,10 +26,11 @@ impl PreparedImage {
     /// # Errors
     /// When the image is missing, damaged, or needs too much memory.
     pub fn load(item: &TrainingImage, options: &DatasetOptions, generator: &mut TorchGenerator) -> Result<Self> {
-        let loaded = load_crop(item, options, generator)?;
+        let (loaded, crop) = load_crop(item, options, generator)?;
         let AugmentedImage { image, moves } = options.augmentations.apply(loaded, generator);
         Ok(Self {
             pixels: to_pixels(&image, item)?,
+            crop,
             moves,
         })
     }
@@ -42,23 +45,26 @@ impl PreparedImage {
         options: &DatasetOptions,
         generator: &mut TorchGenerator,
     ) -> Result<Tensor> {
-        let loaded = load_crop(item, options, generator)?;
+        let (loaded, _) = load_crop(item, options, generator)?;
         to_pixels(&options.augmentations.apply_built_in(loaded, generator), item)
     }
 }
 
-/// Loads the image of an item, cut at random if its data set does that.
-fn load_crop(item: &TrainingImage, options: &DatasetOptions, generator: &mut TorchGenerator) -> Result<RgbImage> {
-    match options.draws_crops() {
-        true => load_image(&TrainingImage {
-            plan: draw_square(
-                options.scaled(item.size),
-                options.resolution,
-                options.random_scale,
-                generator,
-            ),
-            ..item.clone()
-        }),
-        false => load_image(item),
+/// Loads the image of an item, cut at random if its data set does that. Returns the left and the top edge of its crop too.
+fn load_crop(
+    item: &TrainingImage,
+    options: &DatasetOptions,
+    generator: &mut TorchGenerator,
+) -> Result<(RgbImage, (u32, u32))> {
+    if !options.draws_crops() {
+        return Ok((load_image(item)?, item.plan.crop));
     }
+    let plan = draw_square(
+        options.scaled(item.size),
+        options.resolution,
+        options.random_scale,
+        generator,
+    );
+    let image = load_image(&TrainingImage { plan, ..item.clone() })?;
+    Ok((image, plan.crop))
 }

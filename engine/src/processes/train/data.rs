@@ -35,6 +35,16 @@ pub(super) struct StepBatch {
     pub(super) item_weight: f64,
 }
 
+/// The latents of a batch.
+pub(super) struct BatchLatents {
+    /// [b, c, h, w] on the CPU.
+    pub(super) latents: Tensor,
+    /// Left and top edge of the crop of each item, in its scaled image.
+    pub(super) crops: Vec<(u32, u32)>,
+    /// How the pixels of each item moved.
+    pub(super) moves: Vec<Vec<SpatialChange>>,
+}
+
 /// Whether step `number` uses regularisation images if there are any.
 pub(super) fn uses_regularisation(number: u64, process: &TrainerProcess) -> bool {
     let saves = process.save.is_due(number);
@@ -218,8 +228,8 @@ impl TrainingData {
         batch.items.iter().map(|i| &items[*i])
     }
 
-    /// The latents of a batch, [b, c, h, w] on the CPU, and how the pixels of each item moved. Images that differ each time are drawn
-    /// by generators of (seed, place in the batch, step, micro-batch). `pixels`: how images are changed whose latents are not cached.
+    /// The latents of a batch. Images that differ each time are drawn by generators of (seed, place in the batch, step, micro-batch).
+    /// `pixels`: how images are changed whose latents are not cached.
     pub(super) fn latents(
         &self,
         batch: &Batch,
@@ -227,7 +237,7 @@ impl TrainingData {
         pixels: &PixelOptions,
         latents: &mut LatentStore,
         codec: &dyn Codec,
-    ) -> Result<(Tensor, Vec<Vec<SpatialChange>>)> {
+    ) -> Result<BatchLatents> {
         let options = &self.datasets[batch.dataset].options;
         let is_cached = options.cache_latents || options.cache_latents_to_disk;
         let mut out = Vec::with_capacity(batch.items.len());
@@ -235,13 +245,18 @@ impl TrainingData {
             for item in self.items_of(batch) {
                 out.push(latents.get(item, codec, options.cache_latents, options.cache_latents_to_disk)?);
             }
-            return Ok((Tensor::stack(&out, 0)?, vec![Vec::new(); out.len()]));
+            return Ok(BatchLatents {
+                latents: Tensor::stack(&out, 0)?,
+                crops: self.items_of(batch).map(|item| item.plan.crop).collect(),
+                moves: vec![Vec::new(); out.len()],
+            });
         }
-        let (mut images, mut moves) = (Vec::new(), Vec::new());
+        let (mut images, mut crops, mut moves) = (Vec::new(), Vec::new(), Vec::new());
         for (place, item) in self.items_of(batch).enumerate() {
             let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
             let drawn = PreparedImage::load(item, options, &mut generator)?;
             images.push(drawn.pixels);
+            crops.push(drawn.crop);
             moves.push(drawn.moves);
         }
         let images = pixels.apply(images, options.regularisation)?;
@@ -249,7 +264,11 @@ impl TrainingData {
             let name = self.name_of_draw("image", place, (step, micro));
             out.push(latents.encode_drawn(image, codec, &name)?);
         }
-        Ok((Tensor::stack(&out, 0)?, moves))
+        Ok(BatchLatents {
+            latents: Tensor::stack(&out, 0)?,
+            crops,
+            moves,
+        })
     }
 
     /// The latents of a batch's images before their `augmentations`, [b, c, h, w] on the CPU, whose crops and `augments` are those of

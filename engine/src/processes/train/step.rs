@@ -1,6 +1,6 @@
 //! The loss and the gradients of one micro-batch.
 
-use super::data::StepBatch;
+use super::data::{BatchLatents, StepBatch};
 use super::embedding::{add_word_to, caption_with_class};
 use super::options;
 use super::preservation::{self, Preservation};
@@ -31,6 +31,8 @@ pub(super) struct BatchInputs {
     /// The latents of its control images, of the negative images of a slider, or of the pairs of its images, on the device. `None`: it
     /// has none.
     pub(super) control: Option<Tensor>,
+    /// Left and top edge of the crop of each of its images, in the scaled image.
+    pub(super) crops: Vec<(u32, u32)>,
     /// How the pixels of each of its images moved, which its mask follows.
     pub(super) moves: Vec<Vec<SpatialChange>>,
 }
@@ -46,6 +48,7 @@ impl BatchInputs {
         {
             *tensor = Tensor::cat(&[&*tensor, &*tensor], 0)?;
         }
+        self.crops.extend_from_within(..);
         self.moves.extend_from_within(..);
         Ok(())
     }
@@ -118,12 +121,12 @@ fn predict(
     }
 }
 
-/// The sizes of an item that SDXL is conditioned on.
-fn image_size(item: &TrainingImage) -> ItemSize {
+/// The sizes of an item that SDXL is conditioned on. `crop`: left and top edge of its crop.
+fn image_size(item: &TrainingImage, crop: (u32, u32)) -> ItemSize {
     let flipped = |(width, height): (u32, u32)| (height, width);
     ItemSize {
         original: flipped(item.size),
-        crop: flipped(item.plan.crop),
+        crop: flipped(crop),
         target: flipped(item.plan.bucket),
     }
 }
@@ -191,7 +194,7 @@ impl Run<'_> {
         let device = self.compute.device.clone();
         let start = Instant::now();
         let (batch, codec) = (&step_batch.batch, self.model.codec());
-        let (latents, moves) =
+        let BatchLatents { latents, crops, moves } =
             self.data
                 .latents(batch, (step, micro), &self.pixel_options, &mut self.latents, codec)?;
         let latents = [self.latent_options.standardized(latents)?];
@@ -254,6 +257,7 @@ impl Run<'_> {
             latents: latents.collect::<Result<_>>()?,
             unaugmented: unaugmented.transpose()?,
             control,
+            crops,
             moves,
         };
         if doubles {
@@ -273,7 +277,12 @@ impl Run<'_> {
 
     /// The sizes of the images of a micro-batch.
     pub(super) fn sizes_of(&self, batch: &SampledBatch) -> Vec<ItemSize> {
-        self.data.items_of(&batch.step_batch.batch).map(image_size).collect()
+        self.sizes_of_items(&batch.step_batch, &batch.inputs.crops)
+    }
+
+    fn sizes_of_items(&self, step_batch: &StepBatch, crops: &[(u32, u32)]) -> Vec<ItemSize> {
+        let items = self.data.items_of(&step_batch.batch).zip(crops);
+        items.map(|(item, crop)| image_size(item, *crop)).collect()
     }
 
     /// The timesteps of a draw, [b], float32.
@@ -356,12 +365,17 @@ impl Run<'_> {
         kept: &PreservationPass,
         step_batch: &StepBatch,
         prompts: &BatchPrompts,
-        BatchInputs { latents, control, .. }: BatchInputs,
+        BatchInputs {
+            latents,
+            control,
+            crops,
+            ..
+        }: BatchInputs,
         drawn: &NoiseDraw,
     ) -> Result<()> {
         let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
         let cfg = prompts.cfg;
-        let inputs = self.item_inputs(step_batch, control, prompts);
+        let inputs = self.item_inputs((step_batch, &crops), control, prompts);
         let texts = prompts
             .captions
             .iter()
@@ -436,9 +450,14 @@ impl Run<'_> {
     }
 
     /// What the items of a batch are conditioned on besides their prompts.
-    fn item_inputs(&self, step_batch: &StepBatch, control: Option<Tensor>, prompts: &BatchPrompts) -> ItemInputs {
+    fn item_inputs(
+        &self,
+        (step_batch, crops): (&StepBatch, &[(u32, u32)]),
+        control: Option<Tensor>,
+        prompts: &BatchPrompts,
+    ) -> ItemInputs {
         ItemInputs {
-            sizes: self.data.items_of(&step_batch.batch).map(image_size).collect(),
+            sizes: self.sizes_of_items(step_batch, crops),
             control,
             scales: match (prompts.guidance_scales.as_slice(), prompts.cfg) {
                 ([], Some(cfg)) => vec![cfg.scale],
@@ -459,6 +478,7 @@ impl Run<'_> {
             latents,
             unaugmented,
             control,
+            crops,
             moves,
         }: BatchInputs,
         mut drawn: NoiseDraw,
@@ -485,7 +505,7 @@ impl Run<'_> {
         };
         self.data_time += start.elapsed();
         let outside_mask = outside.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let inputs = self.item_inputs(step_batch, control, prompts);
+        let inputs = self.item_inputs((step_batch, &crops), control, prompts);
         let with_inputs = |conditioning: Conditioning| inputs.add_to(process, model, conditioning);
         let frozen_conditioning = || {
             let conditioning = match &cached {
