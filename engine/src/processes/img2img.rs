@@ -1,13 +1,14 @@
 //! The `batch_img2img` process (docs/images.md): image-to-image on data sets, with captions as
 //! prompts, each to a file of its image's name.
 
+use super::caption_rules::caption_rules;
 use super::context::{Context, artifact_name};
 use super::events::{OutputRequests, StopSignal};
 use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_ext, png_parameters};
 use super::log_file::LogFile;
 use super::preview_spec::preview_spec;
 use super::rate::Progress;
-use crate::data::{CaptionRules, Dataset, DatasetOptions, DatasetScan, build_caption};
+use crate::data::{Dataset, DatasetOptions, DatasetScan, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
 use crate::pipelines::{Pipeline, random_seed, to_generate_request};
@@ -18,6 +19,7 @@ use aitk_common::fsutil;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::process::Img2ImgProcess;
 use aitk_common::job::prompt::ImageRequest;
+use aitk_common::job::values::ImageSize;
 use aitk_common::job::{JobSpec, ProcessKind};
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use image::RgbImage;
@@ -344,7 +346,7 @@ fn image_sizes(process: &Img2ImgProcess, cx: &Context<'_>) -> Result<BTreeSet<(u
     let mut sizes = BTreeSet::new();
     for config in &process.datasets {
         for resolution in config.resolution.iter() {
-            let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
+            let options = options(config, *resolution, cx)?;
             let scan = DatasetScan::read(&options, false)?;
             sizes.extend(scan.bucket_sizes(&options, divisibility(process, config)));
         }
@@ -375,8 +377,11 @@ fn is_below(image: &Path, folders: &[PathBuf]) -> bool {
 fn tasks(process: &Img2ImgProcess, results: &[&Path], cx: &mut Context<'_>) -> Result<Vec<Task>> {
     let mut out = Vec::new();
     for config in &process.datasets {
+        // It only stands for placeholders, as in ai-toolkit; a data set's own word is added to captions without it.
+        let word = process.generate.trigger_word.as_deref();
+        let word = word.filter(|_| config.trigger_word.is_none());
         for resolution in config.resolution.iter() {
-            let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
+            let options = options(config, *resolution, cx)?;
             let folders = results_below(&options.path, results);
             let (dataset, warnings) = Dataset::open(options, divisibility(process, config), cx.spec.seed)?;
             for warning in warnings {
@@ -390,7 +395,11 @@ fn tasks(process: &Img2ImgProcess, results: &[&Path], cx: &mut Context<'_>) -> R
                 }
                 let index = out.len() as u64;
                 let mut generator = generator_for(cx.spec.seed, "img2img/caption", index, 0);
-                let prompt = build_caption(&item.caption, &dataset.options.captions, &mut generator);
+                let caption = match word {
+                    Some(word) => item.caption.replace("[trigger]", word).replace("[name]", word),
+                    None => item.caption.clone(),
+                };
+                let prompt = build_caption(&caption, &dataset.options.captions, &mut generator);
                 out.push(Task {
                     path: item.path.clone(),
                     plan: SourcePlan {
@@ -420,11 +429,11 @@ fn tasks(process: &Img2ImgProcess, results: &[&Path], cx: &mut Context<'_>) -> R
 }
 
 /// Converts a `datasets` entry at one resolution.
-fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &Context<'_>) -> Result<DatasetOptions> {
+fn options(config: &DatasetConfig, resolution: u32, cx: &Context<'_>) -> Result<DatasetOptions> {
     let path = config
         .path()
         .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
-    let trigger = config.trigger_word.clone().or_else(|| trigger.map(str::to_owned));
+    let captions_file = config.captions_file.as_ref().map(|path| cx.local_path(path));
     Ok(DatasetOptions {
         path: cx.local_path(path)?,
         stay_in_folder: cx.has_staged_inputs(),
@@ -433,12 +442,11 @@ fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &
         caption_ext: config.caption_ext.clone(),
         default_caption: config.default_caption.clone(),
         short_captions: config.use_short_captions,
-        captions: CaptionRules {
-            trigger: trigger.clone(),
-            process_trigger: trigger,
-            ..CaptionRules::default()
-        },
+        captions: caption_rules(config, cx)?,
+        captions_file: captions_file.transpose()?,
+        excluded: config.excluded_images.clone(),
         buckets: config.buckets,
+        size: config.size.map(|ImageSize(width, height)| (width, height)),
         square_crop: config.square_crop,
         random_crop: config.random_crop,
         scale: config.scale,

@@ -73,6 +73,40 @@ fn img2img_uses_captions_as_prompts() {
     }
 }
 
+/// They are those of a training. The trigger word of `generate` stands for placeholders and is not added to other captions.
+#[test]
+fn img2img_has_the_options_of_its_data_sets() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    std::fs::create_dir_all(path("data")).unwrap();
+    for (name, caption) in [("p0", "a [trigger]"), ("p1", "left out"), ("p2", "a dog")] {
+        let image = image::RgbImage::from_pixel(72, 64, image::Rgb([90, 9, 9]));
+        image_io::save(&image, &path(&format!("data/{name}.png")), &[]).unwrap();
+        std::fs::write(path(&format!("data/{name}.txt")), caption).unwrap();
+    }
+    let job = format!(
+        "job: extension\nconfig:\n  name: again\n  process:\n  - type: batch_img2img\n    output_folder: {}\n    \
+         model: {{name_or_path: {}, dtype: fp32}}\n    datasets: [{{folder_path: {}, buckets: false, size: [64, 32], \
+         excluded_images: [p1.png], caption_prefix: a photo of}}]\n    \
+         generate: {{sampler: ddim, sample_steps: 4, denoise_strength: 0.1, seed: 3, trigger_word: zorb}}\n",
+        path("out").display(),
+        fixtures().join("tiny_sd").display(),
+        path("data").display()
+    );
+    let (outcome, events) = run_spec(&spec(&job));
+    assert_eq!(outcome, Outcome::Completed);
+    let made: Vec<(u32, u32, String)> = images(&events)
+        .into_iter()
+        .map(|(_, image)| {
+            let (width, height) = image_io::dimensions(&image).unwrap();
+            let prompt = std::fs::read_to_string(image.with_extension("txt")).unwrap();
+            (width, height, prompt)
+        })
+        .collect();
+    let expected = ["a photo of a zorb", "a photo of a dog"].map(|prompt| (64, 32, prompt.to_owned()));
+    assert_eq!(made, expected);
+}
+
 /// As in ai-toolkit, so that results, sources and captions stay pairs.
 #[test]
 fn img2img_results_have_the_names_of_their_images() {

@@ -3,6 +3,7 @@
 //! [`run`] is the main function of an attempt: it runs the processes of the job in order. To add a process type, add a
 //! file here and a line in [`run_process`].
 
+mod caption_rules;
 mod context;
 mod denoiser_lora;
 mod events;

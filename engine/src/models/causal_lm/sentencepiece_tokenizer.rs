@@ -318,8 +318,10 @@ mod tests {
 
     #[test]
     fn what_cannot_be_used_is_refused() {
-        let refusal =
-            |model: &[u8], settings: Value, added: Value| tokenizer_json(model, &settings, &added).unwrap_err();
+        let refusal = |model: &[u8], settings: Value, added: Value| {
+            let model = SentencePieceModel::read(model, settings, &added);
+            model.and_then(|model| tokenizer_json(&model)).unwrap_err()
+        };
         // The form of Llama 3's original file.
         let tiktoken = refusal(b"IQ== 0\nIg== 1\nIw== 2\n", Value::Null, Value::Null);
         assert!(tiktoken.contains("not a SentencePiece model"), "{tiktoken}");

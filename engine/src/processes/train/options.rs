@@ -1,12 +1,13 @@
 //! Converts the config to the engine's types.
 
+use super::super::caption_rules::caption_rules;
 use super::super::context::Context;
 use super::super::run_folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::data::{
     Augmentations, AugmentedControlOptions, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole,
-    DatasetOptions, ImageStatistics, MaskOptions, TagRules,
+    DatasetOptions, ImageStatistics, MaskOptions,
 };
 use crate::error::{EngineError, Result};
 use crate::families;
@@ -20,11 +21,10 @@ use aitk_common::job::arch::ArchName;
 use aitk_common::job::augmentation::read_augmentations;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
-use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType};
-use aitk_common::job::values::{ImageSize, TextSource};
+use aitk_common::job::values::ImageSize;
 
 /// Checks that the engine can train what the config says. Jobs are checked before they are accepted; this protects
 /// against specs from other sources.
@@ -148,24 +148,6 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
         let path = dataset
             .path()
             .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
-        let random_triggers = match &dataset.random_triggers {
-            TextSource::List(list) => list.clone(),
-            TextSource::File(file) if file.is_empty() => Vec::new(),
-            TextSource::File(file) => {
-                let path = cx.local_path(file)?;
-                let text = regular::read_text(&path, MAX_TEXT_FILE_BYTES).map_err(|error| {
-                    EngineError::bad_input(format!(
-                        "datasets.random_triggers: {}: {error}: expected a text file with one word or text per line",
-                        path.display()
-                    ))
-                })?;
-                text.lines()
-                    .map(str::trim)
-                    .filter(|l| !l.is_empty())
-                    .map(str::to_owned)
-                    .collect()
-            }
-        };
         let masks = dataset.mask_path.as_ref().filter(|_| !dataset.alpha_mask);
         let masks = masks.map(|path| cx.local_path(path)).transpose()?;
         let controls = dataset.control_path.iter().map(|path| cx.local_path(path));
@@ -192,26 +174,10 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             needs_short_captions: (process.train.short_and_long_captions && !dataset.is_reg)
                 || splits_captions(process),
             captions: CaptionRules {
-                trigger: dataset.trigger_word.clone(),
                 process_trigger: process.trigger_word.clone(),
                 regularisation: dataset.is_reg,
-                caption_dropout: *dataset.caption_dropout_rate,
-                tags: TagRules {
-                    of_sd_scripts: dataset.sd_scripts_captions,
-                    prefix: dataset.caption_prefix.clone(),
-                    suffix: dataset.caption_suffix.clone(),
-                    wildcards: dataset.enable_wildcard,
-                    separator: dataset.caption_separator.clone(),
-                    dropout: *dataset.token_dropout_rate,
-                    kept: dataset.keep_tokens as usize,
-                    shuffle: dataset.shuffle_tokens,
-                    kept_in_place: dataset.shuffle_keeps_tokens,
-                    kept_separator: dataset.keep_tokens_separator.clone(),
-                    secondary_separator: dataset.secondary_separator.clone(),
-                },
-                random_triggers,
-                random_triggers_max: dataset.random_triggers_max as usize,
                 saturation: process.train.prompt_saturation_chance,
+                ..caption_rules(&dataset, cx)?
             },
             regularisation: dataset.is_reg,
             buckets: dataset.buckets,
