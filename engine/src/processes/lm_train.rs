@@ -66,7 +66,7 @@ impl Run<'_> {
                 self.start_step
             );
             cx.log("info", message);
-            self.emit_save(cx, &self.folder.final_save(), steps);
+            self.emit_save(cx, &self.folder.final_save(), steps.max(self.start_step));
             return Ok(Outcome::Completed);
         }
         match self.start_step {
@@ -201,11 +201,13 @@ impl Run<'_> {
     /// Writes the last checkpoint, the last completions and the final save, in this order: the final save marks the run as complete.
     fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.steps;
-        if self.last_checkpoint != Some(steps) {
+        // A run whose `steps` were lowered has gone further.
+        let reached = steps.max(self.start_step);
+        if self.last_checkpoint != Some(reached) {
             cx.phase("saving");
-            self.checkpoint(cx, steps)?;
+            self.checkpoint(cx, reached)?;
         }
-        if !self.complete_prompts(cx, steps)? {
+        if !self.complete_prompts(cx, reached)? {
             return Ok(Outcome::stopped());
         }
         cx.events.emit(ChildEvent::Progress {
@@ -214,8 +216,8 @@ impl Run<'_> {
             seconds_per_step: None,
         });
         cx.phase("saving");
-        self.write_loss_plot(cx, steps);
-        self.write_save(cx, &self.folder.final_save(), steps)?;
+        self.write_loss_plot(cx, reached);
+        self.write_save(cx, &self.folder.final_save(), reached)?;
         // Requests that came after the last step: the final save and the completions have just been made.
         let _served = cx.requests.take();
         Ok(Outcome::Completed)

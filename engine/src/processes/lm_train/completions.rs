@@ -35,7 +35,7 @@ impl Run<'_> {
         let mut lines = String::new();
         for (index, prompt) in prompts.iter().enumerate() {
             let mut go_on = || {
-                progress.keep_alive(cx, step, self.steps);
+                progress.keep_alive(cx, step.min(self.steps), self.steps);
                 !cx.stop.is_set()
             };
             let Some(completion) = self.complete(prompt, &mut go_on)? else {

@@ -3,6 +3,7 @@
 use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use super::transformer_test_runs::tensors;
+use crate::families::saved_step;
 use crate::processes::{StopSignal, run};
 use crate::testing::{gap, in_own_folder};
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
@@ -311,6 +312,23 @@ fn a_run_that_started_at_an_earlier_step_resumes_from_its_own_checkpoints() {
     process.train.steps = 9;
     let (_, events) = run_spec(&spec(process));
     assert_eq!(losses(&events).len(), 1, "{}", logs(&events));
+}
+
+/// Its last files say which step their weights are of, and no checkpoint says another one.
+#[test]
+fn a_run_whose_steps_were_lowered_ends_at_the_step_that_it_reached() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    assert_eq!(stop_at(&spec(process.clone()), 5).0, Outcome::stopped());
+    process.train.steps = 3;
+    let (outcome, events) = run_spec(&spec(process.clone()));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let out = dir.path().join("out/tiny");
+    assert_eq!(saved_step(&out.join("tiny.safetensors")).unwrap(), Some(5));
+    assert!(!out.join(".aitk/checkpoints/step_000000003").exists());
+    process.train.steps = 8;
+    let (_, events) = run_spec(&spec(process));
+    assert_eq!(losses(&events).len(), 3, "{}", logs(&events));
 }
 
 #[test]

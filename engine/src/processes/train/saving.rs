@@ -30,11 +30,13 @@ impl Run<'_> {
     /// complete: until it exists, running the same job again repeats the rest.
     pub(super) fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
-        if self.last_checkpoint != Some(steps) {
+        // A run whose `steps` were lowered has gone further.
+        let reached = steps.max(self.start_step);
+        if self.last_checkpoint != Some(reached) {
             cx.phase("saving");
-            self.checkpoint(cx, steps)?;
+            self.checkpoint(cx, reached)?;
         }
-        if !self.sample(cx, steps, false)? {
+        if !self.sample(cx, reached, false)? {
             return Ok(Outcome::stopped());
         }
         // Sampling emitted its own progress.
@@ -44,12 +46,12 @@ impl Run<'_> {
             seconds_per_step: None,
         });
         cx.phase("saving");
-        self.write_loss_plot(cx, steps);
-        self.write_event_file(cx, steps);
-        self.write_learned_snr(cx, steps)?;
+        self.write_loss_plot(cx, reached);
+        self.write_event_file(cx, reached);
+        self.write_learned_snr(cx, reached)?;
         let path = self.folder.final_save();
-        self.merge_network(cx, steps)?;
-        self.write_save(cx, &path, steps)?;
+        self.merge_network(cx, reached)?;
+        self.write_save(cx, &path, reached)?;
         self.remove_interrupted_saves(cx, &path)?;
         // Requests that came after the last step: the final save and the samples have just been made.
         let _served = cx.requests.take();
@@ -60,7 +62,7 @@ impl Run<'_> {
     /// left.
     pub(super) fn emit_final_save(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let path = self.folder.final_save();
-        self.emit_save(cx, &path, self.process.train.steps);
+        self.emit_save(cx, &path, self.process.train.steps.max(self.start_step));
         self.remove_interrupted_saves(cx, &path)
     }
 
