@@ -11,7 +11,7 @@ mod peft_tests;
 mod tests;
 
 use super::context::{Context, artifact_name};
-use super::lm_train::model_folder::write_model;
+use super::lm_train::model_folder::{is_model_file, write_model};
 use super::rate::Progress;
 use super::save_files::files_in_save;
 use crate::error::{EngineError, Result};
@@ -123,15 +123,15 @@ fn check_is_replaceable(path: &Path, model: &Path, loras: &[(PathBuf, f64)]) -> 
     let Ok(entries) = std::fs::read_dir(path) else {
         return refused("what is there, which is no earlier export");
     };
-    let are_files: Vec<bool> = entries
+    let are_of_model: Vec<bool> = entries
         .map(|entry| {
-            entry
-                .and_then(|entry| entry.file_type())
-                .is_ok_and(|kind| kind.is_file())
+            let Ok(entry) = entry else { return false };
+            let is_file = entry.file_type().is_ok_and(|kind| kind.is_file());
+            is_file && entry.file_name().to_str().is_some_and(is_model_file)
         })
         .collect();
-    let is_export = !are_files.contains(&false) && path.join("config.json").is_file();
-    match are_files.is_empty() || is_export {
+    let is_export = !are_of_model.contains(&false) && path.join("config.json").is_file();
+    match are_of_model.is_empty() || is_export {
         true => Ok(()),
         false => refused("what is there, which is no earlier export"),
     }

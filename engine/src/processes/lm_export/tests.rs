@@ -316,6 +316,12 @@ fn a_folder_that_is_no_earlier_export_is_not_replaced() {
     let error = failure(root, exported, save.clone());
     assert!(error.contains("the model or the LoRA that is exported"), "{error}");
     logits(&root.join("tiny-f32"));
+    // A model beside which there is another file.
+    let notes = root.join("tiny-f32/notes.txt");
+    std::fs::write(&notes, "mine").unwrap();
+    let error = failure(root, json!({}), save.clone());
+    assert!(error.contains("which is no earlier export"), "{error}");
+    std::fs::remove_file(&notes).unwrap();
     // A model beside which there is a folder, and the LoRA that is merged within it.
     let lora = root.join("tiny-f32/lora");
     write_lora(

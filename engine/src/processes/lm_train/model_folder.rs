@@ -28,6 +28,21 @@ const COPIED: [&str; 9] = [
     "chat_template.jinja",
 ];
 
+/// The config of a model, and the list of its files if there are several.
+const CONFIG_FILE: &str = "config.json";
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Whether [`write_model`] writes files of this name.
+pub(crate) fn is_model_file(name: &str) -> bool {
+    let is_weights = || {
+        let between = name
+            .strip_prefix("model")
+            .and_then(|rest| rest.strip_suffix(".safetensors"));
+        between.is_some_and(|part| part.is_empty() || part.starts_with('-'))
+    };
+    name == CONFIG_FILE || name == INDEX_FILE || COPIED.contains(&name) || is_weights()
+}
+
 /// What a peft folder says about its LoRA.
 pub(super) struct Adapter<'a> {
     pub(super) network: &'a LmNetworkConfig,
@@ -115,7 +130,7 @@ pub(crate) fn write_model(
     }
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-        write_json(&folder.join("model.safetensors.index.json"), &index)?;
+        write_json(&folder.join(INDEX_FILE), &index)?;
     }
     Ok(())
 }
@@ -144,7 +159,7 @@ fn shards(tensors: &BTreeMap<String, Weight>, dtype: DType, max: u64) -> Vec<Vec
 
 /// The base model's `config.json` with the number format of the saved weights, which are not quantised.
 fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
-    let path = base.join("config.json");
+    let path = base.join(CONFIG_FILE);
     let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
     let mut config: Map<String, Value> =
         serde_json::from_slice(&bytes).map_err(|error| EngineError::model_config(&path, error.to_string()))?;
@@ -164,7 +179,7 @@ fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
         }
     }
     config.shift_remove("quantization_config");
-    write_json(&folder.join("config.json"), &Value::Object(config))
+    write_json(&folder.join(CONFIG_FILE), &Value::Object(config))
 }
 
 #[cfg(test)]
