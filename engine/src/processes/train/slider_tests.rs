@@ -4,9 +4,11 @@ use super::options;
 use super::preview;
 use super::replay_tests::{replay, replayed};
 use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
+use super::transformer_test_runs::{complete, flow_trainer};
 use crate::testing::{attempt, fixtures, runs_all_cases, sampled_cases};
 use aitk_common::attempt::{AttemptSpec, Outcome};
 use aitk_common::capability::DeviceRef;
+use aitk_common::job::arch::ArchName;
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::sample::SampleItem;
 use aitk_common::job::sampler::SamplerName;
@@ -147,6 +149,24 @@ fn a_slider_is_weighed_by_min_snr_gamma_alone() {
     assert_eq!((weighting.min_snr_gamma, weighting.snr_gamma), (Some(5.0), None));
     process.kind = ProcessType::SdTrainer;
     assert_eq!(options::snr_weighting(&process).snr_gamma, Some(4.0));
+}
+
+#[test]
+fn the_guidance_embedding_of_a_slider_is_1() {
+    let train = |cfg_scale: f64| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = flow_trainer(dir.path(), ArchName::Flux, &fixtures().join("tiny_flux"), 2);
+        process.kind = ProcessType::ConceptSlider;
+        process.slider = Some(SliderConfig {
+            positive_prompt: "a large circle".into(),
+            negative_prompt: "a small circle".into(),
+            target_class: "a circle".into(),
+            ..SliderConfig::default()
+        });
+        process.train.cfg_scale = cfg_scale;
+        losses(&complete(process))
+    };
+    assert_eq!(train(3.5), train(1.0));
 }
 
 #[test]

@@ -68,10 +68,10 @@ impl Run<'_> {
         let handle = self.slider_handle()?;
         let conditioning = handle.in_pass(AdapterPass::inference(0.0), || self.encode_frozen(prompts))?;
         let conditioning = self.model.with_sizes(conditioning, sizes)?;
-        let scale = self.process.train.cfg_scale;
         match self.process.bypasses_guidance_embedding() {
             true => Ok(self.model.without_guidance(conditioning)),
-            false => self.model.with_guidance(conditioning, &[scale]),
+            // As in ai-toolkit, whatever `cfg_scale` is.
+            false => self.model.with_guidance(conditioning, &[1.0]),
         }
     }
 
