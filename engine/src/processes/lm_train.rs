@@ -46,6 +46,7 @@ use aitk_common::job::lm_trainer::LmTrainerProcess;
 use checkpoint::NON_FINITE_CAUSES;
 pub(super) use prepare::check;
 use run::Run;
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// Runs one process to its end, to a stop, or to a failure.
@@ -74,6 +75,9 @@ impl Run<'_> {
             step if step < steps => self.finish_last_checkpoint(cx)?,
             _ => {}
         }
+        if self.validation_is_pending {
+            self.measure_missed_validation(cx)?;
+        }
         cx.phase("training");
         let mut progress = Progress::new();
         self.metrics.begin(self.start_step);
@@ -97,15 +101,9 @@ impl Run<'_> {
             self.check_finite(done, attempt_start)?;
             if self.is_validation_due(done) {
                 let start = Instant::now();
-                let loss = self.validation_loss()?;
+                let loss = self.measure_validation(cx, done)?;
                 metrics.measured.validation = loss;
                 metrics.measured.validation_perplexity = loss.map(f64::exp);
-                if let Some(loss) = loss {
-                    cx.log(
-                        "info",
-                        format!("step {done}: held-out loss {loss:.4}, perplexity {:.3}", loss.exp()),
-                    );
-                }
                 progress.exclude(start.elapsed());
             }
             if let Some(warning) = self.metrics.step(done, &metrics.report, metrics.measured) {
@@ -137,6 +135,49 @@ impl Run<'_> {
         if self.fit.correct(size, cx) {
             self.apply_fit();
         }
+    }
+
+    /// Measures the loss on held-out documents after `done` steps and logs it. `None`: it is not finite, or the run was told to stop before it
+    /// was measured.
+    fn measure_validation(&mut self, cx: &mut Context<'_>, done: u64) -> Result<Option<f64>> {
+        // Its events come faster than those of steps, from which the worker learns how long a step takes.
+        cx.phase("validating");
+        let (steps, mut progress) = (self.steps, Progress::new());
+        let loss = self.validation_loss(&mut || {
+            progress.keep_alive(cx, done.min(steps), steps);
+            !cx.stop.is_set()
+        })?;
+        self.validation_is_pending = loss.is_none();
+        let loss = loss.filter(|loss| loss.is_finite());
+        if let Some(loss) = loss {
+            cx.log(
+                "info",
+                format!("step {done}: held-out loss {loss:.4}, perplexity {:.3}", loss.exp()),
+            );
+        }
+        cx.phase("training");
+        Ok(loss)
+    }
+
+    /// Measures it after the step at which an earlier attempt was told to stop before it had done so.
+    fn measure_missed_validation(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let step = self.start_step;
+        let Some(loss) = self.measure_validation(cx, step)? else {
+            return Ok(());
+        };
+        if let Some(line) = self.metrics.add_validation(step, loss) {
+            let renamed = |name: String| match name.as_str() {
+                "loss" => "loss/loss".to_owned(),
+                "lr" => "learning_rate".to_owned(),
+                _ => name,
+            };
+            let named = line.values.into_iter().map(|(name, value)| (renamed(name), value));
+            let mut values: BTreeMap<String, f64> = named.collect();
+            values.insert("val/perplexity".to_owned(), loss.exp());
+            values.retain(|_, value| value.is_finite());
+            cx.events.emit(ChildEvent::Metrics { step, values });
+        }
+        Ok(())
     }
 
     /// Makes what is due or asked for after a step. Returns whether there was anything.
@@ -207,7 +248,7 @@ impl Run<'_> {
             cx.phase("saving");
             self.checkpoint(cx, reached)?;
         }
-        if !self.complete_prompts(cx, reached)? {
+        if self.validation_is_pending || !self.complete_prompts(cx, reached)? {
             return Ok(Outcome::stopped());
         }
         cx.events.emit(ChildEvent::Progress {

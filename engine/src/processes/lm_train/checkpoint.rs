@@ -22,6 +22,7 @@ pub(super) const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too h
                                  base model is damaged";
 const NON_FINITE_KEY: &str = "lost_steps";
 const KEPT_KEY: &str = "kept_saves";
+const UNMEASURED_KEY: &str = "validation_missing";
 
 /// The checkpoint from which an attempt resumes.
 fn newest(spec: &AttemptSpec, folder: &RunFolder) -> Result<Option<Checkpoint>> {
@@ -118,6 +119,7 @@ impl Run<'_> {
         self.non_finite_steps = number(NON_FINITE_KEY).unwrap_or(0);
         let kept = state.get(KEPT_KEY).and_then(Value::as_array);
         self.kept_saves = kept.into_iter().flatten().filter_map(Value::as_u64).collect();
+        self.validation_is_pending = state.get(UNMEASURED_KEY).and_then(Value::as_bool).unwrap_or(false);
         self.metrics.load_checkpoint(checkpoint);
         Ok(())
     }
@@ -184,6 +186,9 @@ impl Run<'_> {
             state.insert(STATE_KEY.into(), chosen);
         }
         state.insert(KEPT_KEY.into(), self.kept_saves.clone().into());
+        if self.validation_is_pending {
+            state.insert(UNMEASURED_KEY.into(), true.into());
+        }
         let path = writer.commit(state).map_err(checkpoint_error)?;
         self.last_checkpoint = Some(step);
         cx.events.emit(ChildEvent::Checkpoint { path, step });

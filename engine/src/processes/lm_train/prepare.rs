@@ -115,6 +115,7 @@ impl<'a> Run<'a> {
             last_checkpoint: None,
             kept_saves: Vec::new(),
             non_finite_steps: 0,
+            validation_is_pending: false,
             metrics,
         };
         run.apply_fit();

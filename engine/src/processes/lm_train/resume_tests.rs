@@ -4,8 +4,9 @@ use super::test_runs::{
     completed, config, files, logs, metric, model, refused, run_spec, sequences, spec_of, stop_at, whole_training,
     write_lines,
 };
+use crate::processes::{EventSink, StopSignal, run};
 use crate::testing::fixtures;
-use aitk_common::attempt::Outcome;
+use aitk_common::attempt::{ChildEvent, Outcome};
 use serde_json::json;
 
 #[test]
@@ -35,6 +36,47 @@ fn an_interrupted_training_ends_with_the_bytes_of_one_without_interruption() {
         let (outcome, again) = run_spec(&spec);
         assert_eq!(outcome, Outcome::Completed);
         assert!(logs(&again).contains("nothing is left to do"));
+    }
+}
+
+/// Stops a run when it measures the held-out loss after a step.
+struct StopInValidation {
+    after: u64,
+    signal: StopSignal,
+    events: Vec<ChildEvent>,
+}
+
+impl EventSink for StopInValidation {
+    fn emit(&mut self, event: ChildEvent) {
+        let is_measured = matches!(&event, ChildEvent::Phase { name } if name == "validating");
+        self.after -= u64::from(is_measured && self.after > 0);
+        if is_measured && self.after == 0 {
+            self.signal.stop();
+        }
+        self.events.push(event);
+    }
+}
+
+#[test]
+fn a_run_that_is_stopped_while_it_measures_the_held_out_loss_measures_it_when_it_resumes() {
+    let whole = tempfile::tempdir().unwrap();
+    let expected = metric(&completed(&whole_training(whole.path(), true)), "val/loss");
+    assert!(expected.len() > 2, "{expected:?}");
+    // At the first measurement, at one in the middle, and at that of the last step.
+    for after in [1, 2, expected.len() as u64] {
+        let parts = tempfile::tempdir().unwrap();
+        let spec = spec_of(&whole_training(parts.path(), true));
+        let signal = StopSignal::new();
+        let mut sink = StopInValidation {
+            after,
+            signal: signal.clone(),
+            events: Vec::new(),
+        };
+        assert_eq!(run(&spec, &mut sink, &signal), Outcome::stopped());
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let found = [metric(&sink.events, "val/loss"), metric(&events, "val/loss")].concat();
+        assert_eq!(found, expected, "after {after}");
     }
 }
 

@@ -47,6 +47,8 @@ pub(super) struct Run<'a> {
     pub(super) kept_saves: Vec<u64>,
     /// How many of the last steps in a row had no finite loss or gradients.
     pub(super) non_finite_steps: u64,
+    /// The run was told to stop before it measured the held-out loss of its last step; the resumed run does.
+    pub(super) validation_is_pending: bool,
     pub(super) metrics: StepRecorder,
 }
 

@@ -67,11 +67,15 @@ impl Run<'_> {
         validation.is_some_and(|validation| validation.is_due(done, self.steps))
     }
 
-    /// The mean loss over the predicted tokens of held-out documents. `None`: it is not finite.
-    pub(super) fn validation_loss(&self) -> Result<Option<f64>> {
+    /// The mean loss over the predicted tokens of held-out documents, which may not be finite. `go_on` is called before each batch; `None`
+    /// if it returned `false`.
+    pub(super) fn validation_loss(&self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<f64>> {
         let model = self.eval_model.as_ref().unwrap_or(&self.model);
         let (mut sum, mut predicted) = (0f64, 0usize);
         for rows in self.data.held_out_row_groups(self.fit.batch_size()) {
+            if !go_on() {
+                return Ok(None);
+            }
             let batch = self.data.held_out_batch(&rows)?;
             let factor = 1.0 / batch.targets.len().max(1) as f64;
             let loss = self
@@ -81,7 +85,6 @@ impl Run<'_> {
             sum += mean * batch.targets.len() as f64;
             predicted += batch.targets.len();
         }
-        let loss = sum / predicted.max(1) as f64;
-        Ok(Some(loss).filter(|loss| loss.is_finite()))
+        Ok(Some(sum / predicted.max(1) as f64))
     }
 }
