@@ -309,7 +309,7 @@ impl<'a> Run<'a> {
             };
             if let Some(fixed) = self.validation.clone().filter(|fixed| fixed.is_due(done, steps)) {
                 let start = Instant::now();
-                measured.validation = self.validation_loss(&fixed)?;
+                measured.validation = self.validation_loss(&fixed, done, cx)?;
                 self.validation_is_pending = measured.validation.is_none();
                 progress.exclude(start.elapsed());
             }

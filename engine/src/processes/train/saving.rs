@@ -36,7 +36,7 @@ impl Run<'_> {
             cx.phase("saving");
             self.checkpoint(cx, reached)?;
         }
-        if !self.sample(cx, reached, false)? {
+        if self.validation_is_pending || !self.sample(cx, reached, false)? {
             return Ok(Outcome::stopped());
         }
         // Sampling emitted its own progress.

@@ -1,6 +1,7 @@
 //! Measures the loss on the images of `train.validation_config`.
 
 use super::super::context::Context;
+use super::super::rate::Progress;
 use super::super::step_recorder::VALIDATION_METRIC;
 use super::run::Run;
 use super::step::ItemInputs;
@@ -12,17 +13,27 @@ use aitk_common::attempt::ChildEvent;
 use candle_core::{DType, Tensor};
 
 impl Run<'_> {
-    /// The mean squared error over all images and noise levels, with the current weights and an adapter at full strength. One image at
-    /// one noise level at a time, so that it needs no more memory than a sample. `None`: the run should stop.
+    /// The mean squared error after `done` steps over all images and noise levels, with the current weights and an adapter at full
+    /// strength. One image at one noise level at a time, so that it needs no more memory than a sample. `None`: the run should stop.
     ///
     /// # Errors
     /// When a prompt was not encoded, or the model fails.
-    pub(super) fn validation_loss(&mut self, validation: &Validation) -> Result<Option<f64>> {
+    pub(super) fn validation_loss(
+        &mut self,
+        validation: &Validation,
+        done: u64,
+        cx: &mut Context<'_>,
+    ) -> Result<Option<f64>> {
+        // Its events come faster than those of steps, from which the worker learns how long a step takes.
+        cx.phase("validating");
+        let (steps, mut progress) = (self.process.train.steps, Progress::new());
         let mut losses = Vec::new();
         for image in &validation.images {
             if self.stop.is_set() {
+                cx.phase("training");
                 return Ok(None);
             }
+            progress.keep_alive(cx, done.min(steps), steps);
             losses.push(match self.target.handle().cloned() {
                 Some(handle) => handle.in_pass(AdapterPass::inference(1.0), || {
                     self.image_loss(image, &validation.levels)
@@ -30,6 +41,7 @@ impl Run<'_> {
                 None => self.image_loss(image, &validation.levels)?,
             });
         }
+        cx.phase("training");
         Ok(Some(losses.iter().sum::<f64>() / losses.len() as f64))
     }
 
@@ -42,7 +54,7 @@ impl Run<'_> {
             self.validation_is_pending = false;
             return Ok(());
         };
-        let Some(loss) = self.validation_loss(&fixed)? else {
+        let Some(loss) = self.validation_loss(&fixed, self.start_step, cx)? else {
             return Ok(());
         };
         self.validation_is_pending = false;

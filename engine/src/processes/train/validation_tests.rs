@@ -216,3 +216,31 @@ fn a_loss_that_an_interruption_prevented_is_measured_on_resume() {
         assert_eq!(values(root)[..3], expected[..3]);
     }
 }
+
+/// After the last step nothing but the final save follows, which marks a run as complete.
+#[test]
+fn a_run_that_is_stopped_while_it_measures_the_loss_of_its_last_step_is_not_complete() {
+    struct StopInSecondMeasurement(StopSignal, u64);
+    impl EventSink for StopInSecondMeasurement {
+        fn emit(&mut self, event: ChildEvent) {
+            self.1 += u64::from(matches!(&event, ChildEvent::Phase { name } if name == "validating"));
+            if self.1 == 2 {
+                self.0.stop();
+            }
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 3);
+    process.train.validation_config = Some(ValidationConfig {
+        resolution: 32,
+        ..config(&report(), 0)
+    });
+    let spec = spec(process);
+    let signal = StopSignal::new();
+    let outcome = run(&spec, &mut StopInSecondMeasurement(signal.clone(), 0), &signal);
+    assert_eq!(outcome, Outcome::stopped());
+    let (outcome, events) = run_spec(&spec);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let is_measured = |event: &ChildEvent| matches!(event, ChildEvent::Metrics { step: 3, values } if values.contains_key(VALIDATION_METRIC));
+    assert!(events.iter().any(is_measured), "{}", logs(&events));
+}
