@@ -135,6 +135,25 @@ fn a_training_on_parquet_that_was_interrupted_is_that_on_jsonl() {
 }
 
 #[test]
+fn a_training_whose_steps_were_raised_has_the_save_of_the_step_where_it_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    model(&root.join("model"), "llama");
+    write_lines(&root.join("data.jsonl"), sequences(52.0));
+    for steps in [2, 3] {
+        let save = json!({"save_every": 2, "dtype": "float32"});
+        let lines = [
+            ("network", json!({"linear": 2})),
+            ("train", json!({"steps": steps})),
+            ("save", save),
+        ];
+        completed(&config(root, &lines));
+        let has_save = root.join("out/coder/coder_000000002").is_dir();
+        assert_eq!(has_save, steps == 3);
+    }
+}
+
+#[test]
 fn a_checkpoint_of_another_training_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();

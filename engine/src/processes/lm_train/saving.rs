@@ -34,7 +34,9 @@ impl Run<'_> {
     pub(super) fn finish_last_checkpoint(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start_step;
         let save = self.folder.step_save(step);
-        if self.kept_saves.contains(&step) && !save.exists() {
+        // One that is due was not made where the run ended at this step, and its `steps` were raised since.
+        let is_wanted = self.process.save.is_due(step) || self.kept_saves.contains(&step);
+        if is_wanted && !save.exists() {
             self.write_save(cx, &save, step)?;
         }
         self.apply_retention(cx, step)?;
