@@ -166,12 +166,12 @@ impl Run<'_> {
             return Ok(());
         };
         if let Some(line) = self.metrics.add_validation(step, loss) {
-            let renamed = |name: String| match name.as_str() {
+            let renamed = |name: &str| match name {
                 "loss" => "loss/loss".to_owned(),
                 "lr" => "learning_rate".to_owned(),
-                _ => name,
+                other => other.to_owned(),
             };
-            let named = line.values.into_iter().map(|(name, value)| (renamed(name), value));
+            let named = line.values.iter().map(|(name, value)| (renamed(name), *value));
             let mut values: BTreeMap<String, f64> = named.collect();
             values.insert("val/perplexity".to_owned(), loss.exp());
             values.retain(|_, value| value.is_finite());
