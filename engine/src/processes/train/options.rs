@@ -16,7 +16,6 @@ use crate::training::{
     ChannelStatistics, GuidanceLoss, LatentOptions, LossKind, LossOptions, NoiseLevelPreference, NoiseOptions,
     PixelOptions, SnrWeighting, TrainingCfg, X0Loss,
 };
-use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::augmentation::read_augmentations;
 use aitk_common::job::dataset::DatasetConfig;
