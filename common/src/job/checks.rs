@@ -7,7 +7,7 @@ use super::objective::{LossTarget, LossType};
 use super::process::{Img2ImgProcess, TrainerProcess};
 use super::process_type::ProcessType;
 use super::repository::is_repository;
-use super::schema::{ReadContext, join};
+use super::schema::ReadContext;
 
 impl TrainerProcess {
     /// Checks the keys of a training process against each other.
@@ -145,10 +145,8 @@ impl TrainerProcess {
                 | ProcessType::TextualInversionTrainer
                 | ProcessType::ConceptSlider
         );
-        let path = join(cx.path(), "datasets");
-        let is_reported = cx.errors.iter().any(|error| error.key.starts_with(&path));
-        if needs_data && self.datasets.is_empty() && !is_reported {
-            cx.error_at(
+        if needs_data && self.datasets.is_empty() {
+            cx.missing_at(
                 "datasets",
                 "a training needs at least one data set (`- folder_path: …`)",
             );
@@ -516,7 +514,8 @@ impl Img2ImgProcess {
 fn check_datasets(datasets: &[DatasetConfig], cx: &mut ReadContext) {
     cx.check_item_count("datasets", datasets.len(), MAX_DATASETS);
     for (index, dataset) in datasets.iter().enumerate() {
-        if dataset.path().is_none() {
+        let is_unread = |key: &str| cx.is_reported(&format!("datasets[{index}].{key}"));
+        if dataset.path().is_none() && !is_unread("folder_path") && !is_unread("dataset_path") {
             cx.error_at(
                 &format!("datasets[{index}]"),
                 "a data set needs `folder_path` or `dataset_path`",

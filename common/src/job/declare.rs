@@ -212,6 +212,13 @@ macro_rules! choices {
                 match self { $(Self::$variant => $status),* }
             }
 
+            /// The names to choose from: a name that is refused is not one.
+            pub(crate) fn usable_names() -> Vec<&'static str> {
+                let is_refused = |value: &Self| matches!(value.status(), $crate::job::schema::SupportLevel::Refused(_));
+                let usable = Self::ALL.iter().filter(|value| !is_refused(value));
+                usable.map(|value| value.name()).collect()
+            }
+
             /// The value with this name or alias, without regard to case.
             #[must_use]
             pub fn from_name(name: &str) -> Option<Self> {
@@ -238,11 +245,7 @@ macro_rules! choices {
             }
 
             fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::ReadContext) -> Option<Self> {
-                // A name that is refused is not one to choose.
-                let is_refused = |value: &Self| matches!(value.status(), $crate::job::schema::SupportLevel::Refused(_));
-                let usable = Self::ALL.iter().filter(|value| !is_refused(value));
-                let names: Vec<&'static str> = usable.map(|value| value.name()).collect();
-                $crate::job::values::read_choice(node, cx, $what, &names, Self::from_name)
+                $crate::job::values::read_choice(node, cx, $what, &Self::usable_names(), Self::from_name)
             }
 
             fn show(&self) -> String {

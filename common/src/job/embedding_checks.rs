@@ -3,7 +3,7 @@
 use super::arch::ArchName;
 use super::process::TrainerProcess;
 use super::process_type::ProcessType;
-use super::schema::{ReadContext, join};
+use super::schema::ReadContext;
 
 impl TrainerProcess {
     /// Whether the model's own weights are trained: a full fine-tune, without a network or an embedding.
@@ -36,10 +36,8 @@ impl TrainerProcess {
     pub(super) fn check_embedding(&self, cx: &mut ReadContext) {
         let arch = self.model.arch.name;
         if self.embedding.is_none() {
-            let path = join(cx.path(), "embedding");
-            let is_reported = cx.errors.iter().any(|error| error.key.starts_with(&path));
-            if self.kind == ProcessType::TextualInversionTrainer && !is_reported {
-                cx.error_at(
+            if self.kind == ProcessType::TextualInversionTrainer {
+                cx.missing_at(
                     "embedding",
                     "missing: this type of process trains a word, and without one it would train the whole model; add \
                      `embedding: {trigger: WORD}`, or use `type: sd_trainer`",

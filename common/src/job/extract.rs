@@ -4,7 +4,7 @@ use super::declare::{choices, section};
 use super::dtype::DType;
 use super::limits::{MAX_FACTOR, MAX_RANK};
 use super::process_type::ProcessType;
-use super::schema::{PresentKeys, ReadContext, join};
+use super::schema::{PresentKeys, ReadContext};
 use crate::fsutil::names;
 
 choices! {
@@ -66,8 +66,7 @@ section! {
 
 fn finish_extract(process: &mut ExtractProcess, _present: &PresentKeys, cx: &mut ReadContext) {
     // Where the mode is unknown, that is the error.
-    let mode_key = join(cx.path(), "mode");
-    let has_mode = !cx.errors.iter().any(|finding| finding.key == mode_key);
+    let has_mode = !cx.is_reported("mode");
     let parameters = [("linear", process.linear), ("conv", process.conv)];
     for (key, value) in parameters.into_iter().filter(|_| has_mode) {
         let value = value.unwrap_or(0.0);

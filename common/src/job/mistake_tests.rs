@@ -419,3 +419,67 @@ fn every_mistake_is_reported_with_its_line_and_key() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+const EXTRACTION: &str = "job: extract\nconfig:\n  name: a\n  base_model: a\n  extract_model: b\n  output_folder: out\n  process:\n    - type: lora\n";
+
+/// A value that cannot be read is not reported as missing, and what it would have decided is not compared with other keys.
+#[test]
+fn one_mistake_is_one_error() {
+    for (text, expected) in [
+        (
+            MINIMAL.replace("name: cat", "name: [cat]"),
+            "job.yaml:3:3: config.name: expected text",
+        ),
+        (
+            "job: extension\nconfig: cat\n".to_owned(),
+            "job.yaml:2:1: config: expected a map",
+        ),
+        (
+            MINIMAL.replace("name_or_path: base", "name_or_path: {a: 1}"),
+            "job.yaml:8:9: config.process[0].model.name_or_path: expected text",
+        ),
+        (
+            MINIMAL.replace("training_folder: output", "training_folder: [output]"),
+            "job.yaml:6:7: config.process[0].training_folder: expected text",
+        ),
+        (
+            MINIMAL.replace("folder_path: images", "folder_path: []"),
+            "job.yaml:11:11: config.process[0].datasets[0].folder_path: expected text",
+        ),
+        (
+            MINIMAL
+                .replace("sd_trainer", "to_folder")
+                .replace("job: extension", "job: [generate]")
+                .replace(
+                    "training_folder: output",
+                    "output_folder: output\n      generate: {prompts: [a]}",
+                ),
+            "job.yaml:1:1: job: expected the name of a job kind",
+        ),
+        (
+            MINIMAL.replace("type: sd_trainer", "TYPE: sd_trainer"),
+            "job.yaml:5:7: config.process[0].TYPE: `process` has no key `TYPE`; did you mean `type`?",
+        ),
+        (
+            EXTRACTION.replace("base_model: a", "base_model: [a]"),
+            "job.yaml:4:3: config.base_model: expected text",
+        ),
+        (
+            EXTRACTION.replace("output_folder: out", "output_folder: {}"),
+            "job.yaml:6:3: config.output_folder: expected text",
+        ),
+    ] {
+        let error = load_yaml(&text).expect_err(&text);
+        let findings: Vec<String> = error.findings().iter().map(ToString::to_string).collect();
+        assert!(
+            findings.len() == 1 && findings[0].starts_with(expected),
+            "{text}{findings:#?}"
+        );
+    }
+    let error = load_yaml(&MINIMAL.replace("type: sd_trainer", "name: a")).expect_err("no type");
+    let message = &error.findings()[0].message;
+    assert!(
+        message.contains("needs the key `type`. Known: sd_trainer") && !message.contains("super_tagger"),
+        "{message}"
+    );
+}

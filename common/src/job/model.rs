@@ -295,7 +295,7 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
         );
     }
     if present.has("name_or_path") && model.name_or_path.trim().is_empty() {
-        cx.error_at(
+        cx.missing_at(
             "name_or_path",
             "needs the path of a model, or the name of a repository (ORG/NAME)",
         );

@@ -15,11 +15,13 @@ use super::lm_trainer::LmTrainerProcess;
 use super::logging::LoggingConfig;
 use super::model::ModelConfig;
 use super::network::{NetworkConfig, NetworkType};
-use super::node::{Node, Value};
+use super::node::{Node, Value, shorten};
 use super::sample::{SampleConfig, SampleItem};
 use super::sampler::SamplerName;
 use super::save::SaveConfig;
-use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
+use super::schema::{
+    FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join, nearest,
+};
 use super::slider::{ReferenceDataset, Replacement, SliderConfig};
 use super::train::{TimestepType, TrainConfig};
 use super::values::FreeMap;
@@ -409,7 +411,7 @@ section! {
 fn finish_img2img(process: &mut Img2ImgProcess, present: &PresentKeys, cx: &mut ReadContext) {
     process.check_dataset_paths(cx);
     if process.datasets.is_empty() && present.has("datasets") {
-        cx.error_at("datasets", "needs at least one data set (`- folder_path: …`)");
+        cx.missing_at("datasets", "needs at least one data set (`- folder_path: …`)");
     }
     if present.has("dtype") {
         process.model.dtype = process.dtype;
@@ -541,8 +543,19 @@ impl FieldValue for Process {
     fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let entries = cx.read_map(node, "process")?;
         let Some(entry) = entries.iter().find(|entry| entry.key == "type") else {
-            let names: Vec<&str> = ProcessType::ALL.iter().map(|kind| kind.name()).collect();
-            cx.error(format!("a process needs the key `type`. Known: {}", names.join(", ")));
+            match entries
+                .iter()
+                .find(|entry| nearest(&entry.key, std::iter::once("type")).is_some())
+            {
+                Some(entry) => cx.descend(&entry.key, entry.mark, |cx| {
+                    let key = shorten(&entry.key);
+                    cx.error(format!("`process` has no key `{key}`; did you mean `type`?"));
+                }),
+                None => {
+                    let names = ProcessType::usable_names().join(", ");
+                    cx.error(format!("a process needs the key `type`. Known: {names}"));
+                }
+            }
             return None;
         };
         let process_type = cx.descend("type", entry.mark, |cx| read_type(&entry.node, cx))?;

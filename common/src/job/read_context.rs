@@ -79,6 +79,24 @@ impl ReadContext {
         push_finding(&mut self.errors, finding);
     }
 
+    /// Whether there is an error at a key of the current section, or below it. A value that could not be read is missing later.
+    #[must_use]
+    pub fn is_reported(&self, key: &str) -> bool {
+        let path = join(&self.path, key);
+        let below = |finding: &Finding| {
+            let rest = finding.key.strip_prefix(path.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+        };
+        self.errors.iter().any(below)
+    }
+
+    /// Adds an error at a key of the current section whose value is missing, unless its value is there and could not be read.
+    pub fn missing_at(&mut self, key: &str, message: impl Into<String>) {
+        if !self.is_reported(key) {
+            self.error_at(key, message);
+        }
+    }
+
     /// Adds an error at a key of the current section if its value is above `max`.
     pub fn check_at_most(&mut self, key: &str, value: u32, max: u32) {
         if value > max {

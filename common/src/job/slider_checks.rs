@@ -6,7 +6,7 @@ use super::objective::{LossTarget, LossType};
 use super::process::TrainerProcess;
 use super::process_type::ProcessType;
 use super::sampler::SamplerName;
-use super::schema::{ReadContext, join};
+use super::schema::ReadContext;
 use super::slider::{ReferenceDataset, SliderConfig};
 use super::train::{TimestepType, TrainConfig};
 use super::values::{ImageSize, OneOrMany};
@@ -48,7 +48,7 @@ fn finish(process: &mut TrainerProcess, cx: &mut ReadContext) {
     }
     let kind = process.kind;
     if process.network.is_none() {
-        cx.error_at(
+        cx.missing_at(
             "network",
             format!("`type: {kind}` needs a `network`: a slider is an adapter with two directions"),
         );
@@ -112,9 +112,7 @@ fn check_concept(slider: &SliderConfig, cx: &mut ReadContext) {
 }
 
 fn check_targets(slider: &SliderConfig, cx: &mut ReadContext) {
-    let path = join(cx.path(), "slider");
-    let is_reported = cx.errors.iter().any(|error| error.key.starts_with(&path));
-    if slider.targets.is_empty() && !is_reported {
+    if slider.targets.is_empty() && !cx.is_reported("slider") {
         cx.error_at(
             "slider.targets",
             "needs at least one pair: `- {target_class: person, positive: old person, negative: young person}`",
@@ -159,7 +157,7 @@ fn check_pairs(process: &TrainerProcess, slider: &SliderConfig, cx: &mut ReadCon
         );
     }
     if slider.datasets.is_empty() {
-        cx.error_at(
+        cx.missing_at(
             "slider.datasets",
             "needs at least one set of image pairs: `- {pos_folder: …, neg_folder: …}` or `- {pair_folder: …}`",
         );

@@ -117,8 +117,8 @@ impl JobSpec {
             body.name = name_override.map(str::to_owned);
         }
         match body.name.as_deref() {
-            None if root.get("config").is_some() => {
-                cx.error_at("config.name", "`config` needs a `name`, or give one with `--name`");
+            None if root.get("config").is_some_and(|config| config.entries().is_some()) => {
+                cx.missing_at("config.name", "`config` needs a `name`, or give one with `--name`");
             }
             Some(name) => {
                 if let Err(why) = super::naming::check_name(name) {
@@ -256,16 +256,16 @@ fn check_extract_keys(
             ("extract_model", &body.extract_model, "its fine-tune"),
         ] {
             if !is_set(value) {
-                cx.error_at(
+                cx.missing_at(
                     &format!("config.{key}"),
                     format!("`job: extract` needs a `{key}`: {what}"),
                 );
             }
         }
     }
-    if process.output_path.is_none() && !is_set(&body.output_folder) {
+    if process.output_path.is_none() && !is_set(&body.output_folder) && !cx.is_reported("config.output_folder") {
         let message = "an extraction needs `config.output_folder`, or an `output_path`";
-        cx.error_at(&format!("config.process[{index}].output_path"), message);
+        cx.missing_at(&format!("config.process[{index}].output_path"), message);
     }
 }
 
@@ -305,7 +305,8 @@ fn check_extension_is_alone(process: &[Process], cx: &mut ReadContext) {
 fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut ReadContext) {
     let path = format!("config.process[{index}]");
     let kind = process.process_type;
-    if kind.job() != job {
+    // Where the kind of job could not be read, that is the error.
+    if kind.job() != job && !cx.is_reported("job") {
         cx.error_at(
             &format!("{path}.type"),
             format!(
@@ -318,9 +319,9 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
         if folder.is_none() {
             folder.clone_from(&body.training_folder);
         }
-        if folder.is_none() {
+        if folder.is_none() && !cx.is_reported("config.training_folder") {
             let message = format!("{what} needs a `training_folder`, such as `output`");
-            cx.error_at(&format!("{path}.training_folder"), message);
+            cx.missing_at(&format!("{path}.training_folder"), message);
         }
     };
     match &mut process.kind {

@@ -49,7 +49,7 @@ section! {
 
 fn finish(dataset: &mut LmDatasetConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if present.has("path") && dataset.path.trim().is_empty() {
-        cx.error_at("path", "needs the path of a file or a folder");
+        cx.missing_at("path", "needs the path of a file or a folder");
     }
     cx.check_not_zero("repeats", dataset.repeats);
     cx.check_at_most("repeats", dataset.repeats, MAX_REPEATS);

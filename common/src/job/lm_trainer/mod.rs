@@ -71,7 +71,7 @@ section! {
 
 fn finish(process: &mut LmTrainerProcess, present: &PresentKeys, cx: &mut ReadContext) {
     if present.has("datasets") && process.datasets.is_empty() {
-        cx.error_at("datasets", "needs at least one data set (`- path: …`)");
+        cx.missing_at("datasets", "needs at least one data set (`- path: …`)");
     }
     cx.check_item_count("datasets", process.datasets.len(), MAX_DATASETS);
     if let Some(context) = process.context.fixed() {

@@ -28,7 +28,7 @@ section! {
 
 fn finish(model: &mut LmTrainerModelConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if present.has("name_or_path") && model.name_or_path.trim().is_empty() {
-        cx.error_at("name_or_path", "needs the path of the model's folder, or ORG/NAME");
+        cx.missing_at("name_or_path", "needs the path of the model's folder, or ORG/NAME");
     }
 }
 

@@ -24,7 +24,7 @@ fn finish(validation: &mut LmValidationConfig, _present: &PresentKeys, cx: &mut 
     match (&validation.path, validation.share) {
         (Some(_), Some(_)) => cx.error_at("share", "cannot be used together with `path`: remove one of them"),
         (None, None) => cx.error("needs a `path` of held-out documents, or a `share` of the data sets such as 0.05"),
-        (Some(path), None) if path.trim().is_empty() => cx.error_at("path", "needs the path of a file or a folder"),
+        (Some(path), None) if path.trim().is_empty() => cx.missing_at("path", "needs the path of a file or a folder"),
         (None, Some(share)) if !(share > 0.0 && share < 1.0) => {
             cx.error_at("share", format!("expected a number above 0 and below 1, found {share}"));
         }
