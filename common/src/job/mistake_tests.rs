@@ -434,6 +434,20 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "expected -1",
         ),
         (
+            "a key without underscores",
+            with_line_after("steps: 10", "        gradientcheckpointing: true"),
+            14,
+            "config.process[0].train.gradientcheckpointing",
+            "did you mean `gradient_checkpointing`?",
+        ),
+        (
+            "a key in camel case",
+            with_line_after("steps: 10", "        gradientAccumulationSteps: 2"),
+            14,
+            "config.process[0].train.gradientAccumulationSteps",
+            "did you mean `gradient_accumulation_steps`?",
+        ),
+        (
             "huge resolution",
             with_line_after("- folder_path", "          resolution: [512, 20000]"),
             12,

@@ -298,7 +298,7 @@ pub fn join(path: &str, key: &str) -> String {
     }
 }
 
-/// Returns the known word nearest to an unknown one: at most two edits away, one for short words.
+/// Returns the known word nearest to an unknown one: at most two edits away, one for short words. Case, `_` and `-` do not count.
 #[must_use]
 pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let length = word.chars().count();
@@ -312,13 +312,20 @@ pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&
         _ => 2,
     };
     known
-        .map(|candidate| {
-            (
+        .map(|candidate| match letters(word).eq(letters(candidate)) {
+            true => (0, candidate),
+            false => (
                 strsim::damerau_levenshtein(&lower, &candidate.to_ascii_lowercase()),
                 candidate,
-            )
+            ),
         })
         .filter(|&(distance, candidate)| distance <= limit && (distance == 0 || candidate.len() > distance))
         .min_by_key(|&(distance, _)| distance)
         .map(|(_, candidate)| candidate)
+}
+
+/// The characters of a word in lower case, without `_` and `-`.
+fn letters(word: &str) -> impl Iterator<Item = char> {
+    let is_letter = |c: &char| !matches!(c, '_' | '-');
+    word.chars().filter(is_letter).map(|c| c.to_ascii_lowercase())
 }
