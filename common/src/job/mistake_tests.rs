@@ -448,6 +448,20 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "did you mean `gradient_accumulation_steps`?",
         ),
         (
+            "a folder with NUL",
+            MINIMAL.replace("training_folder: output", "training_folder: \"out\\0put\""),
+            6,
+            "config.process[0].training_folder",
+            "without the character NUL",
+        ),
+        (
+            "an infinite number in the metadata",
+            format!("{MINIMAL}meta:\n  a: 1\n  b:\n    c: [1, .inf]\n"),
+            17,
+            "meta.b.c[1]",
+            "numbers must be finite here",
+        ),
+        (
             "huge resolution",
             with_line_after("- folder_path", "          resolution: [512, 20000]"),
             12,

@@ -152,8 +152,14 @@ impl FieldValue for String {
     }
     fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let text = as_text(node);
-        if text.is_none() {
-            cx.wrong_type(node, "text");
+        match text {
+            None => cx.wrong_type(node, "text"),
+            // No system has such paths, and programs end a text there.
+            Some(text) if text.contains('\0') => {
+                cx.error("expected text without the character NUL (`\\0`)");
+                return None;
+            }
+            Some(_) => {}
         }
         text.map(str::to_owned)
     }
@@ -280,6 +286,24 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     }
 }
 
+/// Reports the first number in a value that JSON cannot store, at its key. False if there is none.
+fn report_non_finite(node: &Node, cx: &mut ReadContext) -> bool {
+    match &node.value {
+        Value::Float(value) if !value.is_finite() => {
+            cx.error("numbers must be finite here: .inf and .nan cannot be stored");
+            true
+        }
+        Value::List(items) => items
+            .iter()
+            .enumerate()
+            .any(|(index, item)| cx.descend(&format!("[{index}]"), item.mark, |cx| report_non_finite(item, cx))),
+        Value::Map(entries) => entries
+            .iter()
+            .any(|entry| cx.descend(&entry.key, entry.mark, |cx| report_non_finite(&entry.node, cx))),
+        _ => false,
+    }
+}
+
 impl FieldValue for FreeMap {
     fn kind() -> String {
         "map".into()
@@ -292,7 +316,7 @@ impl FieldValue for FreeMap {
                 None
             }
             None => {
-                cx.error("numbers must be finite here: .inf and .nan cannot be stored");
+                report_non_finite(node, cx);
                 None
             }
         }
@@ -312,7 +336,7 @@ impl FieldValue for serde_json::Value {
     fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let json = node.to_json();
         if json.is_none() {
-            cx.error("numbers must be finite here: .inf and .nan cannot be stored");
+            report_non_finite(node, cx);
         }
         cx.record_positions(node, POSITION_DEPTH);
         json
