@@ -22,7 +22,7 @@ pub(super) const DATASET: &[OptionRow] = &[
     row("max_bucket_reso", Whole, "max_bucket_reso", ALL, NoInfluence("aitk's buckets have the area of the resolution")),
     row("bucket_reso_steps", Whole, "bucket_reso_steps", ALL, NoInfluence("aitk's buckets are multiples of what the model needs")),
     row("network_multiplier", Number, "1.0", ALL, Translated("`network_weight`")),
-    row("validation_split", Number, "0", ALL, Translated("`excluded_images`, and `train.validation_config`: the images that sd-scripts holds out")),
+    row("validation_split", Number, "0", ALL, Translated("`excluded_images`: the images that sd-scripts holds out; with LoRAs also `train.validation_config`")),
     row("validation_seed", Whole, "", ALL, Translated(options::VALIDATION_SEED)),
 ];
 

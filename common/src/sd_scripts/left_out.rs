@@ -7,7 +7,6 @@ use super::held_out::{Captions, HeldOut, split};
 use super::levels::Levels;
 use super::option::size_of;
 use super::report::{Import, Section};
-use super::settings::Settings;
 use crate::caption_metadata::CaptionMetadata;
 use crate::fsutil::regular;
 use crate::job::limits::MAX_TEXT_FILE_BYTES;
@@ -63,14 +62,6 @@ pub(super) fn hold_out(
     held_out: &mut HeldOut,
     section: &mut Section,
 ) -> Option<Vec<PathBuf>> {
-    // Scripts for whole models and words know it in data set configs only.
-    let is_known = |settings: &Settings| import.script.trains_adapter() || !std::ptr::eq(settings, import.settings);
-    if !levels
-        .level("validation_split")
-        .is_some_and(|(settings, _)| is_known(settings))
-    {
-        return Some(Vec::new());
-    }
     let share = levels.number("validation_split");
     if !(0.0..=1.0).contains(&share) {
         levels.error("validation_split", "expected a share from 0 to 1", &mut import.errors);
@@ -94,8 +85,15 @@ pub(super) fn hold_out(
     let seed = match levels.value("validation_seed") {
         Some(Value::Whole(seed)) => *seed,
         _ => {
-            let message = "without validation_seed, sd-scripts divides the images anew for the validation, so that it validates images that it \
-                           trains on; aitk holds them out, by seed";
+            let message = match import.script.trains_adapter() {
+                true => {
+                    "without validation_seed, sd-scripts divides the images anew for the validation, so that it validates images that it \
+                     trains on; aitk holds them out, by seed"
+                }
+                false => {
+                    "without validation_seed, sd-scripts chooses the images by the state of its random numbers; aitk chooses them by seed"
+                }
+            };
             import.notes.push(levels.at("validation_split", message));
             import.settings.whole("seed").unwrap_or(0)
         }
@@ -121,6 +119,10 @@ pub(super) fn hold_out(
     let names: Vec<_> = names.map(|name| name.to_string_lossy()).collect();
     if !names.is_empty() {
         section.insert("excluded_images".into(), json!(names));
+    }
+    // Scripts for whole models and words hold images out, and validate none.
+    if !import.script.trains_adapter() {
+        return Some(split.excluded);
     }
     let captions = Captions {
         extension: levels.text("caption_extension").unwrap_or(".caption"),

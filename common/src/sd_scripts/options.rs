@@ -37,8 +37,7 @@ pub(super) const FACE_CROP: &str = "aitk crops at the centre or at random";
 pub(super) const EVERY_N_EPOCHS: &str = "aitk drops captions at random (`caption_dropout_rate`), not in certain epochs";
 pub(super) const TOKEN_WARMUP: &str = "aitk trains whole captions from the first step on";
 
-pub(super) const VALIDATION_SPLIT: &str =
-    "`datasets[].excluded_images` and `train.validation_config`: the images that sd-scripts holds out";
+pub(super) const VALIDATION_SPLIT: &str = "`datasets[].excluded_images`: the images that sd-scripts holds out; with LoRAs also `train.validation_config`, as in sd-scripts";
 pub(super) const VALIDATION_SEED: &str = "which images are held out; `seed` without it";
 
 const fn refused(why: &'static str) -> super::option::Fate {
@@ -303,8 +302,8 @@ const DATA: &[OptionRow] = &[
     row("skip_latents_validity_check", Flag, "false", FULL, NoInfluence(MEMORY)),
     row("cache_info", Flag, "false", ALL, NoInfluence(MEMORY)),
     row("debug_dataset", Flag, "false", ALL, refused("it shows the images and trains nothing: use `aitk validate`")),
-    row("validation_split", Number, "0", LORA, Translated(VALIDATION_SPLIT)),
-    row("validation_seed", Whole, "", LORA, Translated(VALIDATION_SEED)),
+    row("validation_split", Number, "0", ALL, Translated(VALIDATION_SPLIT)),
+    row("validation_seed", Whole, "", ALL, Translated(VALIDATION_SEED)),
     row("validate_every_n_steps", Whole, "", LORA, Translated("`train.validation_config.validate_every_n_steps`; wins over validate_every_n_epochs")),
     row("validate_every_n_epochs", Whole, "1", LORA, Translated("`train.validation_config.validate_every_n_steps`: epochs times the steps of an epoch")),
     row("max_validation_steps", Whole, "", LORA, Translated("`train.validation_config.validation_items`: at most this many batches of images")),
