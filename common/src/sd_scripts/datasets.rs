@@ -9,6 +9,7 @@ use super::held_out::HeldOut;
 use super::levels::{Levels, find_any};
 use super::option::OptionRow;
 use super::report::Import;
+use super::script::Script;
 use super::settings::Settings;
 use super::subset_section::{Training, subset_section};
 use crate::fsutil::regular;
@@ -62,8 +63,10 @@ pub(super) fn read(import: &mut Import<'_>, dataset_config: Option<&Path>) -> Da
         );
         return Datasets::default();
     }
-    if settings.is_set("in_json") {
+    if settings.is_set("in_json") && import.script != Script::TrainDb {
         return with_metadata(import);
+    } else if settings.is_set("in_json") {
+        import.note("in_json", "ignored: train_db.py does not use it");
     }
     let mut dataset = Dataset::default();
     for (option, is_reg) in [("train_data_dir", false), ("reg_data_dir", true)] {

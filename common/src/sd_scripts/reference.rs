@@ -35,8 +35,8 @@ that it writes into the output folder when a training starts.
 Scripts: `train_network`, `sdxl_train_network`, `flux_train_network`, `sd3_train_network`, for whole models `train_db`, `fine_tune`,
 `sdxl_train`, `flux_train`, `sd3_train`, and for words `train_textual_inversion`, `sdxl_train_textual_inversion`. A script is recognised by
 `network_module`, by `token_string`, by options that only one has (`ae`, `clip_g`, `v2`, …), by the content of the model's files if they are on this machine, and else by the name of the model (`sd_xl_base_1.0`, `flux1-dev`, `v1-5-pruned`).
-Of the two for whole models of Stable Diffusion 1.x and 2.x, `in_json` and `train_text_encoder` say `fine_tune`, and images in `train_data_dir` alone
-`train_db`; with a `dataset_config`, name the script.
+Of the two for whole models of Stable Diffusion 1.x and 2.x, `in_json` says `fine_tune`, and `train_data_dir` without it `train_db`; with a
+`dataset_config`, `train_text_encoder` says `fine_tune`, and without that name the script.
 
 ## What is trained differently
 

@@ -201,19 +201,18 @@ pub(super) fn detect(
         (ScriptFamily::Sdxl, false) => Script::SdxlTrain,
         (ScriptFamily::Flux, false) => Script::FluxTrain,
         (ScriptFamily::Sd3, false) => Script::Sd3Train,
-        (ScriptFamily::Sd, false) if settings.is_set("train_text_encoder") || settings.is_set("in_json") => {
-            Script::FineTune
+        (ScriptFamily::Sd, false) if settings.is_set("in_json") => Script::FineTune,
+        // fine_tune.py reads captions from a metadata file alone, and train_db.py ignores train_text_encoder.
+        (ScriptFamily::Sd, false)
+            if settings.is_set("train_data_dir") && !settings.is_set("dataset_config") && !has_dataset_config =>
+        {
+            Script::TrainDb
         }
+        (ScriptFamily::Sd, false) if settings.is_set("train_text_encoder") => Script::FineTune,
         (ScriptFamily::Sd, false)
             if settings.is_set("stop_text_encoder_training")
                 || settings.is_set("no_token_padding")
                 || settings.is_set("reg_data_dir") =>
-        {
-            Script::TrainDb
-        }
-        // fine_tune.py reads captions from a metadata file alone.
-        (ScriptFamily::Sd, false)
-            if settings.is_set("train_data_dir") && !settings.is_set("dataset_config") && !has_dataset_config =>
         {
             Script::TrainDb
         }

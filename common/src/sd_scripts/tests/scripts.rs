@@ -20,13 +20,30 @@ fn scripts_are_found_by_options_and_names() {
         );
         assert_eq!(Script::from_name(&format!("{}.py", script.name())), Ok(script));
     }
-    for option in ["train_text_encoder = true", "in_json = \"meta.json\""] {
-        let fine_tune = format!("{}{option}\n", base(Script::FineTune));
+    // fine_tune.py stops without a metadata file, so that train_text_encoder alone is one of train_db.py, which ignores it.
+    for (options, expected) in [
+        ("in_json = \"meta.json\"", Script::FineTune),
+        ("train_text_encoder = true", Script::TrainDb),
+        (
+            "train_text_encoder = true\ndataset_config = \"sd21_lion.dataset.toml\"",
+            Script::FineTune,
+        ),
+    ] {
+        let text = format!("{}{options}\n", base(Script::FineTune));
         assert_eq!(
-            import_in(folder.path(), &fine_tune, None).unwrap().script,
-            Script::FineTune
+            import_in(folder.path(), &text, None).unwrap().script,
+            expected,
+            "{options}"
         );
     }
+    let text = format!("{}in_json = \"meta.json\"\n", base(Script::TrainDb));
+    let imported = import_in(folder.path(), &text, Some(Script::TrainDb)).unwrap();
+    assert!(
+        imported.notes.iter().any(|note| note.key == "in_json"),
+        "{:?}",
+        imported.notes
+    );
+    assert!(!imported.yaml.contains("captions_file"), "{}", imported.yaml);
 }
 
 #[test]
