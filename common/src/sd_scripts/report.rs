@@ -34,7 +34,11 @@ impl Import<'_> {
     /// Reports something that differs, or that is ignored.
     pub(super) fn note(&mut self, option: &str, message: impl Into<String>) {
         let at = self.settings.position(option);
-        self.notes.push(finding(&self.settings.file, at, option, message));
+        let note = finding(&self.settings.file, at, option, message);
+        // Many prompts may have the same flag.
+        if !self.notes.contains(&note) {
+            self.notes.push(note);
+        }
     }
 
     /// A whole number of at least `least`, or the default. Another one is an error.

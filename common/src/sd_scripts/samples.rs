@@ -1,6 +1,6 @@
 //! The file of `sample_prompts`: one prompt a line with flags, or TOML, or JSON.
 
-use super::document::{MAX_BYTES, Value, parse_json, parse_toml};
+use super::document::{Entry, MAX_BYTES, Table, Value, parse_json, parse_toml};
 use super::report::{Import, Section, number};
 use super::script::ScriptFamily;
 use crate::fsutil::regular;
@@ -135,7 +135,7 @@ fn read(import: &mut Import<'_>, prompts: Prompts) -> Vec<Prompt> {
         .unwrap_or("");
     let found = match ending {
         "txt" => Ok(lines(import, &text)),
-        "toml" => parse_toml(&text, &file).map(|table| of_toml(&table)),
+        "toml" => parse_toml(&text, &file).map(|table| of_toml(import, &table)),
         // A list is not an object, so it becomes one.
         "json" => parse_json(&format!("{{\"prompts\":{text}}}"), &file).map(|table| of_list(import, &table)),
         _ => {
@@ -218,22 +218,35 @@ impl Prompt {
         self.settings.push((name, value));
     }
 
-    fn add(&mut self, key: &str, value: &Value) {
+    /// Sets what a key of a prompt says. False if the key is unknown, or its value is of another type.
+    fn add(&mut self, key: &str, value: &Value) -> bool {
         const NAMES: [&str; 6] = ["width", "height", "seed", "sample_steps", "scale", "guidance_scale"];
         match (key, value) {
             ("prompt", Value::Text(text)) => self.text.clone_from(text),
             ("negative_prompt", Value::Text(text)) => self.negative = Some(text.clone()),
-            _ => {
-                if let (Some(name), Some(number)) = (NAMES.iter().find(|name| **name == key), value.as_number()) {
-                    self.set(name, number);
-                }
-            }
+            _ => match (NAMES.iter().find(|name| **name == key), value.as_number()) {
+                (Some(name), Some(number)) => self.set(name, number),
+                _ => return false,
+            },
         }
+        true
     }
 }
 
+/// A prompt of these keys; others are reported.
+fn of_keys<'a>(import: &mut Import<'_>, entries: impl Iterator<Item = &'a Entry>) -> Prompt {
+    let mut prompt = Prompt::default();
+    for Entry { key, value, .. } in entries {
+        if !prompt.add(key, value) {
+            let key = super::settings::shortened(key);
+            import.note("sample_prompts", format!("`{key}` of a prompt is ignored"));
+        }
+    }
+    prompt
+}
+
 /// `[prompt]` with what all have, and `[[prompt.subset]]`.
-fn of_toml(table: &super::document::Table) -> Vec<Prompt> {
+fn of_toml(import: &mut Import<'_>, table: &Table) -> Vec<Prompt> {
     let Some(Value::Table(common)) = table
         .iter()
         .find(|entry| entry.key == "prompt")
@@ -248,18 +261,16 @@ fn of_toml(table: &super::document::Table) -> Vec<Prompt> {
     let Some(Value::List(subsets)) = subsets else {
         return Vec::new();
     };
-    let one = |subset: &Value| {
-        let mut prompt = Prompt::default();
-        let own: &[_] = if let Value::Table(own) = subset { own } else { &[] };
-        for entry in common.iter().chain(own) {
-            prompt.add(&entry.key, &entry.value);
-        }
-        prompt
-    };
-    subsets.iter().map(one).collect()
+    let common = common.iter().filter(|entry| entry.key != "subset");
+    let mut prompts = Vec::new();
+    for subset in subsets {
+        let own: &[Entry] = if let Value::Table(own) = subset { own } else { &[] };
+        prompts.push(of_keys(import, common.clone().chain(own)));
+    }
+    prompts
 }
 
-fn of_list(import: &mut Import<'_>, table: &super::document::Table) -> Vec<Prompt> {
+fn of_list(import: &mut Import<'_>, table: &Table) -> Vec<Prompt> {
     let Some(Value::List(items)) = table.first().map(|entry| &entry.value) else {
         return Vec::new();
     };
@@ -267,13 +278,7 @@ fn of_list(import: &mut Import<'_>, table: &super::document::Table) -> Vec<Promp
     for item in items {
         match item {
             Value::Text(line) => prompts.push(of_line(import, line)),
-            Value::Table(table) => {
-                let mut prompt = Prompt::default();
-                for entry in table {
-                    prompt.add(&entry.key, &entry.value);
-                }
-                prompts.push(prompt);
-            }
+            Value::Table(table) => prompts.push(of_keys(import, table.iter())),
             _ => {}
         }
     }

@@ -1,6 +1,7 @@
 //! Tests of the import.
 
 mod examples;
+mod held_out;
 mod kinds;
 mod mistakes;
 mod options;
@@ -9,5 +10,6 @@ mod random;
 mod ranks;
 mod rates;
 mod resumed;
+mod samples;
 mod scripts;
 mod support;
