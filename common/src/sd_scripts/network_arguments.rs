@@ -144,6 +144,47 @@ const TRANSLATED: &[(&str, &str)] = &[
     ),
 ];
 
+/// Translated arguments that only some networks have, with the names of these.
+const OF_SOME_NETWORKS: &[(&[&str], &[&str])] = &[
+    (
+        &["lycoris.kohya"],
+        &[
+            "algo",
+            "decompose_both",
+            "dora_wd",
+            "dropout",
+            "factor",
+            "full_matrix",
+            "preset",
+            "rs_lora",
+            "train_norm",
+            "unbalanced_factorization",
+            "use_conv_cp",
+            "use_cp",
+            "use_scalar",
+            "use_tucker",
+            "wd_on_output",
+        ],
+    ),
+    (
+        &["networks.lora_flux"],
+        &[
+            "train_blocks",
+            "train_double_block_indices",
+            "train_single_block_indices",
+        ],
+    ),
+    (&["networks.lora_sd3"], &["train_block_indices"]),
+    (&["networks.lora_flux", "networks.lora_sd3"], &["split_qkv"]),
+];
+
+/// Whether a network of sd-scripts or LyCORIS reads a translated argument; others ignore it.
+fn reads(module: &str, argument: &str) -> bool {
+    OF_SOME_NETWORKS
+        .iter()
+        .all(|(modules, arguments)| modules.contains(&module) || !arguments.contains(&argument))
+}
+
 /// All arguments with what becomes of them, for the documentation.
 pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, String)> {
     let translated = TRANSLATED.iter().map(|(name, what)| (*name, (*what).to_owned()));
@@ -215,6 +256,7 @@ pub(super) fn is_translated(name: &str) -> bool {
 
 /// Reports unknown arguments, and those that are refused.
 fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
+    let module = import.settings.text("network_module");
     for argument in &arguments.0 {
         let name = argument.name.as_str();
         if let Some((_, why)) = REFUSED_ARGUMENTS.iter().find(|(refused, _)| *refused == name) {
@@ -227,6 +269,14 @@ fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
                 import.error("network_args", message);
             } else if !argument.is_off() {
                 import.error("network_args", format!("{name}: {why}"));
+            }
+        } else if is_translated(name) && !argument.is_off() {
+            if let Some(module) = module.filter(|module| !reads(module, name)) {
+                let message = format!(
+                    "{name} is ignored, as in sd-scripts: {} does not have it",
+                    super::settings::shortened(module)
+                );
+                import.note("network_args", message);
             }
         } else if !is_translated(name) && !WITHOUT_INFLUENCE.contains(&name) {
             let refused = REFUSED_ARGUMENTS.iter().map(|(name, _)| *name);

@@ -380,6 +380,13 @@ fn weights_are_decomposed_as_by_lycoris() {
         }
     }
     assert!(!decomposes("networks.lora", "\"dora_wd=True\"").0);
+    let imported = import("networks.lora", "\"dora_wd=True\", \"rank_dropout=0.1\", \"algo=\"").unwrap();
+    let notes = imported.notes.iter().filter(|note| note.key == "network_args");
+    let notes: Vec<&str> = notes.map(|note| note.message.as_str()).collect();
+    assert_eq!(
+        notes,
+        ["dora_wd is ignored, as in sd-scripts: networks.lora does not have it"]
+    );
     let errors = import("lycoris.kohya", "\"dora_wd=True\", \"bypass_mode=True\"").unwrap_err();
     assert!(
         errors.len() == 1 && errors[0].message.starts_with("dora_wd: with bypass_mode"),
