@@ -334,6 +334,7 @@ impl Datasets {
         if sections.iter().flatten().any(is_trained) {
             self.leave_out_regularisation(import, &mut sections);
         }
+        self.check_buckets(import, &sections);
         let sections: Vec<Json> = sections.into_iter().flatten().collect();
         if import.errors.is_empty() && !sections.iter().any(is_trained) {
             let option = match import.settings.get("dataset_config") {
@@ -364,6 +365,21 @@ impl Datasets {
                 let note = self.levels(import.settings, dataset, subset).at("is_reg", message);
                 import.notes.push(note);
             }
+        }
+    }
+
+    /// Reports buckets of some data sets, but not of all.
+    fn check_buckets(&self, import: &mut Import<'_>, sections: &[Vec<Json>]) {
+        let has_buckets = |section: &Json| section.get("buckets") == Some(&Json::Bool(true));
+        if sections.iter().flatten().all(has_buckets) {
+            return;
+        }
+        let mut with_buckets = self.datasets.iter().zip(sections);
+        let found = with_buckets.find(|(_, sections)| sections.iter().any(has_buckets));
+        if let Some((dataset, subset)) = found.and_then(|(dataset, _)| Some((dataset, dataset.subsets.first()?))) {
+            let message = "aitk has buckets for all data sets or for none, and another one here has none: set it for all, or for none";
+            let levels = self.levels(import.settings, dataset, subset);
+            levels.error("enable_bucket", message, &mut import.errors);
         }
     }
 

@@ -265,6 +265,10 @@ fn mistakes_of_data_set_configs_are_named() {
             "[[datasets]]\nresolution = \"a\"\n[[datasets.subsets]]\nimage_dir = \"cats\"",
             "resolution: expected a side, or width and height, found \"a\"",
         ),
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\n[[datasets]]\nenable_bucket = true\n[[datasets.subsets]]\nimage_dir = \"more_cats\"",
+            "data.toml:5:1: enable_bucket: aitk has buckets for all data sets or for none",
+        ),
         ("[general]\nbatch_size = 1", "there is no [[datasets.subsets]]"),
         ("[datasets]\nresolution = 512", "write [[datasets]]"),
         ("[dataset]\nresolution = 512", "has [general] and [[datasets]] only"),
