@@ -79,6 +79,7 @@ fn origin<'a>(
     training: &'a Settings,
     of_datasets: &'a [Settings],
 ) -> Option<(&'a Settings, Vec<&'static str>)> {
+    let is_of_network = key.starts_with("network.");
     let mut key = key;
     loop {
         if let Some(below) = key.strip_prefix("datasets[].") {
@@ -93,7 +94,12 @@ fn origin<'a>(
         if !names.is_empty() {
             return Some((training, names));
         }
-        key = key.rsplit_once('.')?.0;
+        match key.rsplit_once('.') {
+            Some((section, _)) => key = section,
+            // What no option decides, an argument of the network does.
+            None if is_of_network && training.is_set("network_args") => return Some((training, vec!["network_args"])),
+            None => return None,
+        }
     }
 }
 

@@ -410,6 +410,14 @@ fn what_the_config_refuses_is_reported_at_its_option() {
             ": network_dropout: becomes `network.dropout`, which is refused: ",
         ),
         (
+            "network_args = [\"module_dropout=1\"]",
+            "config.toml:7:1: network_args: becomes `network.network_kwargs.module_dropout`, which is refused: ",
+        ),
+        (
+            "network_args = [\"conv_dim=0.5\"]",
+            "config.toml:7:1: network_args: becomes `network.conv`, which is refused: ",
+        ),
+        (
             "caption_extension = \"a/b\"",
             ": caption_extension: becomes `datasets[0].caption_ext`, which is refused: ",
         ),
