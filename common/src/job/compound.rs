@@ -24,6 +24,11 @@ impl<T: FieldValue> FieldValue for OneOrMany<T> {
     fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match &node.value {
             Value::List(items) => read_items(items, cx).map(Self),
+            // Such as `512,768`.
+            Value::Text(_) if T::kind().contains("number") => {
+                cx.wrong_type(node, &format!("a {}, or a list of such numbers", T::kind()));
+                None
+            }
             _ => T::read(node, cx).map(|value| Self(vec![value])),
         }
     }

@@ -405,11 +405,13 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
             *path = None;
         }
     }
-    if dataset.resolution.is_empty() || dataset.resolution.contains(&0) {
+    if dataset.resolution.is_empty() {
         cx.error_at(
             "resolution",
             "expected at least one resolution, such as 512 or [512, 768]",
         );
+    } else if dataset.resolution.contains(&0) {
+        cx.error_at("resolution", "expected resolutions of at least 1, found 0");
     }
     cx.check_item_count("resolution", dataset.resolution.len(), MAX_RESOLUTIONS);
     if let Some(ImageSize(width, height)) = dataset.size {

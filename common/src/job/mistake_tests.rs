@@ -462,6 +462,20 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "numbers must be finite here",
         ),
         (
+            "resolutions as text",
+            with_line_after("- folder_path", "          resolution: 512,768"),
+            12,
+            "config.process[0].datasets[0].resolution",
+            "expected a whole number from 0, or a list of such numbers, found the text \"512,768\"",
+        ),
+        (
+            "no resolution",
+            with_line_after("- folder_path", "          resolution: [512, 0]"),
+            12,
+            "config.process[0].datasets[0].resolution",
+            "expected resolutions of at least 1, found 0",
+        ),
+        (
             "huge resolution",
             with_line_after("- folder_path", "          resolution: [512, 20000]"),
             12,
