@@ -276,6 +276,10 @@ fn set_value(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String>
                 None => Err(format!("there is no `[{index}]` in a list of {count}")),
             }
         }
+        (Step::Key(key), Value::List(_)) => Err(format!(
+            "`{0}` is below an item of a list: name the item, such as `[0].{0}`",
+            shorten(key)
+        )),
         (Step::Key(key), _) => Err(format!("`{}` cannot be below {described}", shorten(key))),
         (Step::Index(index), _) => Err(format!("`[{index}]` needs a list, found {described}")),
     }
@@ -483,6 +487,7 @@ mod tests {
             ("train.no_such_thing_here", "1", "has no key"),
             ("nowhere.at_all", "1", "has no key `nowhere`"),
             ("train.lr.deeper", "1", "cannot be below the number"),
+            ("datasets.caption_ext", "txt", "such as `[0].caption_ext`"),
             ("datasets[3].caption_ext", "txt", "no `[3]` in a list of 1"),
             ("datasets[x].caption_ext", "txt", "is not a list index"),
             ("train..lr", "1", "expected the path of a key"),
