@@ -42,6 +42,7 @@ pub mod lokr;
 pub mod lora_containers;
 pub mod lr_factor;
 mod merge_checks;
+mod misplaced_keys;
 pub mod model;
 pub mod negative_prompts;
 

@@ -139,6 +139,7 @@ impl JobSpec {
         }
         check_result_paths(&process, &body, cx);
         check_extension_is_alone(&process, cx);
+        super::misplaced_keys::name_sections(&process, cx);
         if !cx.errors.is_empty() {
             return None;
         }
