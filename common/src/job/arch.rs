@@ -275,8 +275,7 @@ impl FieldValue for Arch {
         ArchName::kind()
     }
     fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
-        let names: Vec<&'static str> = ArchName::ALL.iter().map(|arch| arch.name()).collect();
-        read_choice(node, cx, "model architecture", &names, Self::parse)
+        read_choice(node, cx, "model architecture", &ArchName::usable_names(), Self::parse)
     }
     fn show(&self) -> String {
         self.to_string()

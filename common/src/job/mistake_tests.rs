@@ -124,6 +124,13 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "Did you mean `adamw`",
         ),
         (
+            "None",
+            MINIMAL.replace("10", "None"),
+            13,
+            "config.process[0].train.steps",
+            "found the text \"None\", which YAML writes as null",
+        ),
+        (
             "arch",
             with_line_after("name_or_path: base", "        arch: sd17"),
             9,
@@ -583,6 +590,17 @@ fn one_mistake_is_one_error() {
             "{text}{findings:#?}"
         );
     }
+    let error = load_yaml(&with_line_after("name_or_path: base", "        arch: sd17")).expect_err("no arch");
+    let message = &error.findings()[0].message;
+    assert!(
+        message.contains("flux_kontext") && !message.contains("flux2"),
+        "{message}"
+    );
+    let error = load_yaml(&MINIMAL.replace("steps: 10", "steps: '1e-4'")).expect_err("no whole number");
+    assert!(
+        error.findings()[0].message.ends_with("found the text \"1e-4\""),
+        "{error}"
+    );
     let error = load_yaml(&MINIMAL.replace("type: sd_trainer", "name: a")).expect_err("no type");
     let message = &error.findings()[0].message;
     assert!(

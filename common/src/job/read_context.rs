@@ -167,9 +167,8 @@ impl ReadContext {
         let quoted = node.plain.is_none();
         match &node.value {
             Value::Bool(_) if expected.contains("text") => message.push_str("; put it in quotes if you mean the text"),
-            Value::Text(text) if quoted && expected.contains("number") && text.trim().parse::<f64>().is_ok() => {
-                message.push_str("; write it without quotes");
-            }
+            Value::Text(text) if !quoted && text == "None" => message.push_str(", which YAML writes as null"),
+            Value::Text(text) if quoted && is_number(text, expected) => message.push_str("; write it without quotes"),
             Value::Text(text) if quoted && expected.contains("true or false") && is_bool_word(text) => {
                 message.push_str("; write it without quotes");
             }
@@ -277,6 +276,15 @@ fn push_finding(findings: &mut Vec<Finding>, finding: Finding) {
     if findings.len() < MAX_FINDINGS && !findings.contains(&finding) {
         findings.push(finding);
     }
+}
+
+/// Whether a text is a number as it is expected.
+fn is_number(text: &str, expected: &str) -> bool {
+    let number = text.trim().parse::<f64>();
+    number.is_ok_and(|number| match expected.contains("whole number") {
+        true => number.fract() == 0.0,
+        false => expected.contains("number"),
+    })
 }
 
 fn is_bool_word(text: &str) -> bool {
