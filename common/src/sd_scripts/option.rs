@@ -171,12 +171,17 @@ pub(super) const fn row(
     }
 }
 
-/// The known name nearest to an unknown one.
+/// The known name nearest to an unknown one. Short names are near only to those that they differ from in one place.
 pub(super) fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let name: String = name.chars().take(100).collect();
+    let limit = |candidate: &str| match name.len() {
+        0..=1 => 0,
+        2..=4 => 1,
+        _ => 2.max(candidate.len() / 3),
+    };
     known
         .map(|candidate| (strsim::damerau_levenshtein(&name, candidate), candidate))
         .min()
-        .filter(|(distance, candidate)| *distance <= 2.max(candidate.len() / 3))
+        .filter(|(distance, candidate)| *distance <= limit(candidate))
         .map(|(_, candidate)| candidate)
 }

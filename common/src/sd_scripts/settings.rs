@@ -29,6 +29,9 @@ impl Settings {
         for Entry { key, value, at } in table {
             let Some(row) = find(&key) else {
                 let hint = match nearest(&key, names.clone()) {
+                    _ if key == "datasets" => {
+                        "; it belongs into a data set config of its own: name that with dataset_config or --dataset-config".to_owned()
+                    }
                     Some(near) => format!("; did you mean `{near}`?"),
                     None => "; docs/sd-scripts.md lists the options".to_owned(),
                 };

@@ -20,6 +20,15 @@ fn mistakes_of_training_configs_are_named() {
         ),
         ("zzzzzzzz = 1", "docs/sd-scripts.md lists the options"),
         (
+            "b = 1",
+            "b: sd-scripts has no such option; docs/sd-scripts.md lists the options",
+        ),
+        ("vaee = 1", "did you mean `vae`?"),
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"",
+            "config.toml:7:3: datasets: sd-scripts has no such option; it belongs into a data set config of its own",
+        ),
+        (
             "network_dim = \"8\"",
             "network_dim: expected a whole number, found \"8\"",
         ),
