@@ -13,7 +13,7 @@ use std::collections::HashMap;
 ///
 /// # Errors
 /// The first error, with its position.
-pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<Node, Finding> {
+pub(crate) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<Node, Finding> {
     let lines = PositionCounter::new(text);
     if let Some(offset) = find_too_deep(text) {
         return Err(finding(file, lines.mark(offset), "", too_deep()));

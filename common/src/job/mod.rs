@@ -28,7 +28,7 @@ pub mod extract;
 mod from_json;
 pub mod generate;
 mod inputs;
-mod json;
+pub(crate) mod json;
 pub mod layer_rank;
 pub mod limits;
 pub mod lm_export;

@@ -1,7 +1,7 @@
 //! Parses TOML and JSON into one tree in which every key and value has its position.
 
-use crate::job::Finding;
-use std::collections::BTreeMap;
+use crate::job::node::{Mark, Node, Value as Json, shorten};
+use crate::job::{Finding, json};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
@@ -11,8 +11,6 @@ pub(super) const MAX_BYTES: usize = 1 << 20;
 const MAX_DEPTH: usize = 16;
 /// Values of a config.
 const MAX_VALUES: usize = 50_000;
-/// Keys of a JSON object whose positions are known; presets of the kohya GUI have about 300.
-const MAX_POSITIONS: usize = 2_000;
 
 /// A position in a file, counted from 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,26 +102,13 @@ pub(super) fn parse_toml(text: &str, file: &str) -> Result<Table, Finding> {
     reader.table(parsed.get_ref(), 0)
 }
 
-/// Parses JSON, whose top level must be an object. Only the keys of that have positions.
+/// Parses JSON, whose top level must be an object.
 pub(super) fn parse_json(text: &str, file: &str) -> Result<Table, Finding> {
     let text = checked_size(text, file)?;
-    let value: serde_json::Value = serde_json::from_str(text).map_err(|error| {
-        let at = Position {
-            line: u32::try_from(error.line()).unwrap_or(0),
-            column: u32::try_from(error.column()).unwrap_or(0),
-        };
-        finding(file, at, "", format!("this is not valid JSON: {error}"))
-    })?;
-    match from_json(value, 0) {
-        Some(Value::Table(mut table)) => {
-            let positions = key_positions(text);
-            for entry in &mut table {
-                entry.at = positions.get(&entry.key).copied().unwrap_or_default();
-            }
-            Ok(table)
-        }
-        Some(_) => Err(finding(file, Position::default(), "", "expected a JSON object")),
-        None => Err(finding(file, Position::default(), "", too_deep())),
+    let root = json::parse(text, false, Some(file))?;
+    match from_json(&root, file, "", 0)? {
+        Value::Table(table) => Ok(table),
+        _ => Err(finding(file, Position::default(), "", "expected a JSON object")),
     }
 }
 
@@ -142,80 +127,39 @@ fn too_deep() -> String {
     format!("more than {MAX_DEPTH} lists and tables inside each other; a config needs fewer than five")
 }
 
-/// Returns `None` if the value is nested too deeply. A `null` in an object is left out, as an option that is not set.
-fn from_json(value: serde_json::Value, depth: usize) -> Option<Value> {
+/// A `null` in an object is left out, as an option that is not set.
+fn from_json(node: &Node, file: &str, key: &str, depth: usize) -> Result<Value, Finding> {
+    let position = |mark: Mark| Position {
+        line: mark.line,
+        column: mark.column,
+    };
+    let error = |message: String| Err(finding(file, position(node.mark), &shorten(key), message));
     if depth > MAX_DEPTH {
-        return None;
+        return error(too_deep());
     }
-    Some(match value {
-        serde_json::Value::Null => Value::Text(String::new()),
-        serde_json::Value::Bool(on) => Value::Bool(on),
-        serde_json::Value::Number(number) => match number.as_i64() {
-            Some(whole) => Value::Whole(whole),
-            None => Value::Number(number.as_f64().unwrap_or(0.0)),
-        },
-        serde_json::Value::String(text) => Value::Text(text),
-        serde_json::Value::Array(items) => Value::List(
-            items
-                .into_iter()
-                .map(|item| from_json(item, depth + 1))
-                .collect::<Option<_>>()?,
-        ),
-        serde_json::Value::Object(map) => {
+    Ok(match &node.value {
+        Json::Null => Value::Text(String::new()),
+        Json::Bool(on) => Value::Bool(*on),
+        Json::Int(number) => Value::Whole(*number),
+        Json::Float(number) if number.is_finite() => Value::Number(*number),
+        Json::Float(_) => return error(format!("expected a finite number, found {}", node.describe())),
+        Json::Text(text) => Value::Text(text.clone()),
+        Json::List(items) => {
+            let items = items.iter().map(|item| from_json(item, file, key, depth + 1));
+            Value::List(items.collect::<Result<_, _>>()?)
+        }
+        Json::Map(entries) => {
             let mut table = Table::new();
-            for (key, value) in map.into_iter().filter(|(_, value)| !value.is_null()) {
+            for entry in entries.iter().filter(|entry| entry.node.value != Json::Null) {
                 table.push(Entry {
-                    key,
-                    value: from_json(value, depth + 1)?,
-                    at: Position::default(),
+                    key: entry.key.clone(),
+                    value: from_json(&entry.node, file, &entry.key, depth + 1)?,
+                    at: position(entry.mark),
                 });
             }
             Value::Table(table)
         }
     })
-}
-
-/// Where the first keys of the outermost object of a JSON text are.
-fn key_positions(text: &str) -> BTreeMap<String, Position> {
-    let lines = Lines::of(text);
-    let bytes = text.as_bytes();
-    let mut found = BTreeMap::new();
-    let (mut depth, mut at) = (0_usize, 0_usize);
-    // Also equal keys, of which `found` has one: a position takes time by the length of its line.
-    let mut keys = 0;
-    while let Some(byte) = bytes.get(at).filter(|_| keys < MAX_POSITIONS) {
-        let start = at;
-        at += 1;
-        match byte {
-            b'"' => {
-                at = end_of_string(bytes, start);
-                let rest = bytes.get(at..).unwrap_or_default();
-                let is_key = depth == 1 && rest.trim_ascii_start().first() == Some(&b':');
-                let token = text.get(start..at).filter(|_| is_key);
-                if let Some(key) = token.and_then(|token| serde_json::from_str::<String>(token).ok()) {
-                    found.insert(key, lines.position(start));
-                    keys += 1;
-                }
-            }
-            b'{' | b'[' => depth += 1,
-            b'}' | b']' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-    }
-    found
-}
-
-/// The place after a JSON string that begins at `start`.
-fn end_of_string(bytes: &[u8], start: usize) -> usize {
-    let mut at = start + 1;
-    while let Some(byte) = bytes.get(at) {
-        at += match byte {
-            b'\\' => 2,
-            b'"' => return at + 1,
-            _ => 1,
-        };
-    }
-    bytes.len()
 }
 
 /// Where the lines of a text begin.
@@ -300,17 +244,5 @@ impl Reader<'_> {
             }
             DeValue::Table(table) => Value::Table(self.table(table, depth)?),
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn positions_of_equal_keys_are_limited() {
-        let text = format!("{{{}\"b\": 0}}", "\"a\": 0, ".repeat(MAX_POSITIONS));
-        let found = key_positions(&text);
-        assert_eq!((found.len(), found.contains_key("b")), (1, false));
     }
 }

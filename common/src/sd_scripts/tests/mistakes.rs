@@ -305,6 +305,40 @@ fn mistakes_of_data_set_configs_are_named() {
 }
 
 #[test]
+fn mistakes_of_data_sets_in_json_are_named_with_their_lines() {
+    let folder = folder();
+    let text = base(Script::TrainNetwork).replace("train_data_dir = \"images\"", "dataset_config = \"data.json\"");
+    for (dataset, expected) in [
+        (
+            "{\"datasets\": [{\n  \"subsets\": [{\n    \"image_dirr\": \"cats\"}]}]}",
+            "data.json:3:5: image_dirr: sd-scripts has no such option; did you mean `image_dir`?",
+        ),
+        (
+            "{\"datasets\": [{\n  \"subsets\": [{\"image_dir\": \"cats\",\n    \"color_aug\": true}]}]}",
+            "data.json:3:5: color_aug: use `datasets[].augmentations`",
+        ),
+        (
+            "{\"datasets\": [\n  {\"batch_size\": 1e999}]}",
+            "data.json:2:18: batch_size: expected a finite number",
+        ),
+        (
+            "{\"general\": {},\n \"general\": {}}",
+            "data.json:2:2: general: the key `general` is given twice",
+        ),
+        ("{\"datasets\": ", "data.json:1:14: this is not valid JSON"),
+        ("[]", "data.json: expected a JSON object"),
+    ] {
+        std::fs::write(folder.path().join("data.json"), dataset).unwrap();
+        let found = import_in(folder.path(), &text, None).expect_err(dataset);
+        assert!(found[0].to_string().starts_with(expected), "{dataset}: {found:?}");
+    }
+    let deep = format!("{{\"datasets\": {}1{}}}", "[".repeat(40), "]".repeat(40));
+    std::fs::write(folder.path().join("data.json"), deep).unwrap();
+    let found = import_in(folder.path(), &text, None).expect_err("deep");
+    assert!(found[0].to_string().contains("inside each other"), "{found:?}");
+}
+
+#[test]
 fn an_unknown_option_hides_no_refused_one() {
     let sd = base(Script::TrainNetwork);
     let found = errors(&format!(
