@@ -76,6 +76,7 @@ mod universal;
 pub mod validation;
 pub mod values;
 mod yaml;
+mod yaml_errors;
 
 pub use crate::plan::qtype::QType;
 pub use error::{Finding, JobError, Support, summary};

@@ -167,6 +167,10 @@ impl ReadContext {
         let quoted = node.plain.is_none();
         match &node.value {
             Value::Bool(_) if expected.contains("text") => message.push_str("; put it in quotes if you mean the text"),
+            Value::Map(_) if expected == "text" => message.push_str("; put a text with a colon in quotes"),
+            Value::Text(text) if expected.contains("`key: value`") && text.contains(':') => {
+                message.push_str("; YAML needs a space after a colon");
+            }
             Value::Text(text) if !quoted && text == "None" => message.push_str(", which YAML writes as null"),
             Value::Text(text) if quoted && is_number(text, expected) => message.push_str("; write it without quotes"),
             Value::Text(text) if quoted && expected.contains("true or false") && is_bool_word(text) => {

@@ -4,6 +4,7 @@ use super::error::Finding;
 use super::limits::{MAX_DEPTH, MAX_EXPANDED, NODE_BYTES, finding, too_deep, too_large};
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::scalar::resolve;
+use super::yaml_errors::scan_error;
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, Span, Tag};
 use std::collections::HashMap;
 
@@ -22,7 +23,7 @@ pub(super) fn parse(text: &str, file: Option<&str>) -> Result<Node, Finding> {
     };
     let mut depth = 0_usize;
     for event in Parser::new_from_str(text) {
-        let (event, span) = event.map_err(|error| scan_error(text, file, error.marker(), error.info()))?;
+        let (event, span) = event.map_err(|error| scan_error(text, file, mark(error.marker()), error.info()))?;
         match event {
             Event::MappingStart(..) | Event::SequenceStart(..) => depth += 1,
             Event::MappingEnd | Event::SequenceEnd => depth = depth.saturating_sub(1),
@@ -44,99 +45,6 @@ fn mark(marker: &Marker) -> Mark {
         line: u32::try_from(marker.line()).unwrap_or(u32::MAX).max(1),
         column: u32::try_from(marker.col() + 1).unwrap_or(u32::MAX),
     }
-}
-
-/// Converts a parser error to a finding with a hint. Tabs are the usual cause, so they are checked first.
-fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Finding {
-    let at = mark(marker);
-    if info.contains("recursion limit") {
-        return finding(file, at, "", too_deep());
-    }
-    let error_line = usize::try_from(at.line).unwrap_or(0);
-    // The parser may report a tab at the end of a text that is some empty lines and comments above it.
-    let searched = error_line + if info.contains("a tab") { 20 } else { 1 };
-    for (index, line) in text.lines().enumerate().take(searched) {
-        let indent = line.len() - line.trim_start_matches([' ', '\t']).len();
-        if let Some(column) = line[..indent].find('\t')
-            && indent < line.len()
-            && index + 3 >= error_line
-        {
-            return finding(
-                file,
-                position(index, column),
-                "",
-                "a tab in the indentation; YAML needs spaces, so replace each tab by two spaces",
-            );
-        }
-    }
-    let line = error_line
-        .checked_sub(1)
-        .and_then(|index| text.lines().nth(index))
-        .unwrap_or("");
-    let expects_key = info.contains("simple key expect") || info.contains("mapping values are not allowed");
-    if let Some(index) = line_without_colon(text, error_line).filter(|_| expects_key) {
-        let above = text.lines().nth(index).unwrap_or("");
-        let indent = above.len() - above.trim_start().len();
-        // A key without a colon is an error at the next line.
-        let at = match info.contains("simple key expect") {
-            true => position(index, indent),
-            false => at,
-        };
-        let message = format!(
-            "this is not valid YAML: line {} has no colon after its key (`key: value`); if it is no key, check the indentation of the \
-             lines around it",
-            index + 1
-        );
-        return finding(file, at, "", message);
-    }
-    let column = usize::try_from(at.column).unwrap_or(1).saturating_sub(1);
-    let before: String = line.chars().take(column).collect();
-    let first = line.chars().nth(column);
-    let begins_value = before.trim_end().ends_with(['-', ':']);
-    let is_block = info.contains("comment or line break");
-    let needs_quotes = |first: char| "@`%*,]}".contains(first) || (is_block && "|>".contains(first));
-    let hint = match first {
-        Some(first) if begins_value && needs_quotes(first) => {
-            format!("; text that begins with `{first}` needs quotes")
-        }
-        Some(_) if before.trim_end().ends_with([']', '}']) => {
-            "; a value that begins with a bracket ends with it: put text such as `[trigger] in a park` into quotes"
-                .to_owned()
-        }
-        _ if info.contains("escape") => {
-            "; in double quotes, a backslash begins an escape: write `/`, or use single quotes".to_owned()
-        }
-        _ if info.contains("trailing content") => {
-            "; the text goes on after its closing quote, or a quote is probably not closed above: quote the whole text; inside of single \
-             quotes, `''` is a quote"
-                .to_owned()
-        }
-        _ if info.contains("quoted scalar") => {
-            "; a quote is probably not closed, in this line or in those above".to_owned()
-        }
-        _ if info.contains("unexpected end of stream") => "; a bracket or quote is probably not closed".to_owned(),
-        _ if line.contains('\t') => "; there is a tab in this line, use spaces".to_owned(),
-        _ => "; check the indentation, the space after each colon, and quotes and brackets that are not closed"
-            .to_owned(),
-    };
-    finding(file, at, "", format!("this is not valid YAML: {info}{hint}"))
-}
-
-/// The position of a byte in a line, both counted from 0, where what is before it is ASCII.
-fn position(index: usize, column: usize) -> Mark {
-    Mark {
-        line: u32::try_from(index + 1).unwrap_or(u32::MAX),
-        column: u32::try_from(column + 1).unwrap_or(u32::MAX),
-    }
-}
-
-/// The line, counted from 0, that is above `error_line` (counted from 1) without empty lines and comments between, if it has no colon of a key.
-fn line_without_colon(text: &str, error_line: usize) -> Option<usize> {
-    let above = text.lines().enumerate().take(error_line.saturating_sub(1));
-    let is_empty = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
-    let (index, line) = above.filter(|(_, line)| !is_empty(line)).last()?;
-    let code = line.split(" #").next().unwrap_or(line).trim_end();
-    (!code.ends_with(':') && !code.contains(": ")).then_some(index)
 }
 
 enum Frame {
