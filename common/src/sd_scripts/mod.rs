@@ -40,6 +40,7 @@ mod schedule;
 mod script;
 mod settings;
 mod subset_section;
+mod templates;
 mod textual_inversion;
 mod transformer_blocks;
 mod unet_blocks;
@@ -172,6 +173,9 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
     if !import.errors.is_empty() {
         return Err(sorted(import.errors));
     }
+    import
+        .notes
+        .extend(templates::notes(&config, &settings, &import.of_datasets));
     let name: String = file.chars().take(200).collect();
     let yaml = format!(
         "# Imported from {} ({}.py of sd-scripts).\n{}",

@@ -56,6 +56,7 @@ that are trained, no buckets, captions in `.caption` files, and so on. What no o
 | folders | images directly in the folder; `.bmp` too | those in folders below it too; no `.bmp` |
 | masks | weights as they are | weights scaled to 1 on average over a batch |
 | FLUX.1, SD3: q, k and v (and the MLP of single blocks) | one LoRA, or with `split_qkv` one each | one each |
+| `${VAR}` and `[name]` in texts | as they are | replaced by a variable of the environment, and by the name of the run, with a note |
 | names of files | `output_dir/output_name-step00000500.safetensors` | `training_folder/name/name_000000500.safetensors`; `aitk convert --to sd-scripts` writes sd-scripts' names of layers |
 
 ## Options of the training config

@@ -59,7 +59,7 @@ fn refused(problem: &Finding, training: &Settings, of_datasets: &[Settings]) -> 
 }
 
 /// `train.lr_factors[0].factor` as `train.lr_factors[].factor`.
-fn without_indices(key: &str) -> String {
+pub(super) fn without_indices(key: &str) -> String {
     let mut is_index = false;
     key.chars()
         .filter(|c| {
@@ -74,7 +74,7 @@ fn without_indices(key: &str) -> String {
 }
 
 /// The options that decide a key, or the section that it is in. They are all of one file, or table of a file.
-fn origin<'a>(
+pub(super) fn origin<'a>(
     key: &str,
     training: &'a Settings,
     of_datasets: &'a [Settings],

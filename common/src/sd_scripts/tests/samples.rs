@@ -3,6 +3,34 @@
 use super::support::{base, folder, import_in, job};
 use crate::sd_scripts::Script;
 
+/// sd-scripts replaces nothing in the texts of a config.
+#[test]
+fn texts_in_which_aitk_replaces_something_are_noted() {
+    let folder = folder();
+    std::fs::write(
+        folder.path().join("p.txt"),
+        "a [name]\na [name] on a bench\na [cat:1.2]\n",
+    )
+    .unwrap();
+    let text = format!(
+        "{}sample_prompts = \"p.txt\"\nsample_every_n_steps = 5\ncaption_prefix = \"${{X}} of\"\ncaption_suffix = \"$ {{}}\"\n",
+        base(Script::TrainNetwork)
+    );
+    let imported = import_in(folder.path(), &text, None).unwrap();
+    let notes = imported
+        .notes
+        .iter()
+        .filter(|note| note.message.contains("aitk replaces"));
+    let notes: Vec<String> = notes.map(ToString::to_string).collect();
+    assert_eq!(
+        notes,
+        [
+            "config.toml:7:1: sample_prompts: aitk replaces `[name]` by the name of the run; sd-scripts takes the text as it is",
+            "config.toml:9:1: caption_prefix: aitk replaces `${…}` by a variable of the environment; sd-scripts takes the text as it is",
+        ]
+    );
+}
+
 #[test]
 fn what_samples_do_not_have_is_noted_once() {
     let folder = folder();
