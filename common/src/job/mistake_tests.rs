@@ -271,6 +271,16 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "the bracket `{` is not closed in this line",
         ),
         (
+            "error between brackets",
+            MINIMAL.replace(
+                "lora, linear: 8}",
+                "lora,\n        linear: 8 alpha: 2,\n        conv: 4}",
+            ),
+            10,
+            "",
+            "a comma, or the closing bracket, is missing before this place",
+        ),
+        (
             "dash without a space",
             format!("{MINIMAL}      sample:\n        prompts:\n          - a cat\n          -a dog\n        seed: 1\n"),
             17,

@@ -65,6 +65,7 @@ pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, info: &str) -
         Some(first) if begins_value && needs_quotes(first) => {
             format!("; text that begins with `{first}` needs quotes")
         }
+        _ if info.contains("expected ',' or") => "; a comma, or the closing bracket, is missing before this place".to_owned(),
         Some(_) if before.trim_end().ends_with([']', '}']) => {
             "; a value that begins with a bracket ends with it: put text such as `[trigger] in a park` into quotes"
                 .to_owned()
@@ -105,16 +106,21 @@ fn line_without_colon(text: &str, error_line: usize) -> Option<usize> {
     (!code.ends_with(':') && !code.contains(": ")).then_some(index)
 }
 
-/// Lines above an error in which an open bracket is looked for.
+/// Lines above and below an error in which brackets are looked for.
 const MAX_FLOW_LINES: usize = 50;
 
-/// The last bracket that is open at the beginning of `error_line` (counted from 1): its line and column, counted from 0, and which one.
+/// The last bracket that is open at the beginning of `error_line` (counted from 1) and that no line below closes: its line and column,
+/// counted from 0, and which one.
 fn unclosed_bracket(text: &str, error_line: usize) -> Option<(usize, usize, char)> {
     let end = error_line.saturating_sub(1);
     let begin = end.saturating_sub(MAX_FLOW_LINES);
-    let mut open = Vec::new();
-    for (index, line) in text.lines().enumerate().take(end).skip(begin) {
-        let mut quote = None;
+    let mut open: Vec<(usize, usize, char)> = Vec::new();
+    let mut found = None;
+    for (index, line) in text.lines().enumerate().take(end + MAX_FLOW_LINES).skip(begin) {
+        if index == end {
+            found = open.last().copied();
+        }
+        let mut quote: Option<char> = None;
         // The character before, and the last one that is not a space: a quote inside of a word is none.
         let (mut before, mut last) = (' ', ':');
         for (column, character) in line.chars().enumerate() {
@@ -132,5 +138,7 @@ fn unclosed_bracket(text: &str, error_line: usize) -> Option<(usize, usize, char
             }
         }
     }
-    open.pop()
+    // The error may be at the end of the text.
+    let found = found.or_else(|| open.last().copied().filter(|(index, ..)| *index < end));
+    found.filter(|bracket| open.contains(bracket))
 }
