@@ -21,19 +21,9 @@ fn trained(adapter: &dyn AdapterType, layer: &Layer, file: &dyn FileLayer, dropo
     let handle = AdapterHandle::new(1.0);
     handle.set_training(Some("seed"));
     let new = NewLayer {
-        name: "layer".to_owned(),
         names: AdapterNames::Peft,
-        weight: &layer.weight,
-        bias: Some(&layer.bias),
-        dims: layer.weight.dims(),
-        device: &Device::Cpu,
-        rank: 3,
-        alpha: 3.0,
         dropout,
-        tucker: false,
-        rank_stabilised: false,
-        scalar: false,
-        handle: &handle,
+        ..layer.new_adapter(3, 3.0, &handle)
     };
     let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
     for (var, value) in trained.values(file).unwrap().values {
@@ -106,19 +96,8 @@ fn decomposed_weights_are_trained_as_by_lycoris() {
         };
         let create = |dropout: Dropout| {
             let new = NewLayer {
-                name: "layer".to_owned(),
-                names: AdapterNames::Kohya,
-                weight: &layer.weight,
-                bias: Some(&layer.bias),
-                dims: layer.weight.dims(),
-                device: &Device::Cpu,
-                rank,
-                alpha,
                 dropout,
-                tucker: false,
-                rank_stabilised: false,
-                scalar: false,
-                handle: &handle,
+                ..layer.new_adapter(rank, alpha, &handle)
             };
             adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
         };
@@ -212,21 +191,7 @@ fn decomposed_weights_are_trained_as_by_lycoris() {
         };
         if case.contains("locon") {
             let new = |adapter: &dyn AdapterType| {
-                let new = NewLayer {
-                    name: "layer".to_owned(),
-                    names: AdapterNames::Kohya,
-                    weight: &layer.weight,
-                    bias: Some(&layer.bias),
-                    dims: layer.weight.dims(),
-                    device: &Device::Cpu,
-                    rank,
-                    alpha,
-                    dropout: Dropout::default(),
-                    tucker: false,
-                    rank_stabilised: false,
-                    scalar: false,
-                    handle: &handle,
-                };
+                let new = layer.new_adapter(rank, alpha, &handle);
                 adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
             };
             let message = new(&other).values(&**read).unwrap_err();
@@ -261,19 +226,8 @@ fn trained_types_start_at_the_layer_itself_and_are_saved_as_they_are_read() {
             for names in [AdapterNames::Kohya, AdapterNames::Peft] {
                 let handle = AdapterHandle::new(1.0);
                 let new = NewLayer {
-                    name: "layer".to_owned(),
                     names,
-                    weight: &layer.weight,
-                    bias: Some(&layer.bias),
-                    dims: layer.weight.dims(),
-                    device: &Device::Cpu,
-                    rank: 3,
-                    alpha: 1.5,
-                    dropout: Dropout::default(),
-                    tucker: false,
-                    rank_stabilised: false,
-                    scalar: false,
-                    handle: &handle,
+                    ..layer.new_adapter(3, 1.5, &handle)
                 };
                 let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
                 let plain = layer.forward(x, vec![]);
@@ -417,19 +371,8 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
             let handle = AdapterHandle::new(0.8);
             handle.set_training(Some("seed"));
             let new = NewLayer {
-                name: "layer".to_owned(),
-                names: AdapterNames::Kohya,
-                weight: &layer.weight,
-                bias: Some(&layer.bias),
-                dims: layer.weight.dims(),
-                device: &Device::Cpu,
-                rank: 2,
-                alpha: 1.5,
                 dropout,
-                tucker: false,
-                rank_stabilised: false,
-                scalar: false,
-                handle: &handle,
+                ..layer.new_adapter(2, 1.5, &handle)
             };
             let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
             let mut generator = TorchGenerator::manual_seed(2);
@@ -515,19 +458,8 @@ fn trained_decompositions_have_the_gradients_of_torch() {
             let handle = AdapterHandle::new(1.0);
             handle.set_training(Some("seed"));
             let new = NewLayer {
-                name: "layer".to_owned(),
-                names: AdapterNames::Kohya,
-                weight: &layer.weight,
-                bias: Some(&layer.bias),
-                dims: layer.weight.dims(),
-                device: &Device::Cpu,
-                rank: 2,
-                alpha: 3.0,
-                dropout: Dropout::default(),
                 tucker,
-                rank_stabilised: false,
-                scalar: false,
-                handle: &handle,
+                ..layer.new_adapter(2, 3.0, &handle)
             };
             adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
         };
@@ -622,19 +554,9 @@ fn a_trained_number_multiplies_the_change() {
         let handle = AdapterHandle::new(1.0);
         let create = || {
             let new = NewLayer {
-                name: "layer".to_owned(),
-                names: AdapterNames::Kohya,
-                weight: &layer.weight,
-                bias: Some(&layer.bias),
-                dims: layer.weight.dims(),
-                device: &Device::Cpu,
-                rank: 1,
-                alpha: 1.5,
-                dropout: Dropout::default(),
                 tucker,
-                rank_stabilised: false,
                 scalar: true,
-                handle: &handle,
+                ..layer.new_adapter(1, 1.5, &handle)
             };
             adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap()
         };

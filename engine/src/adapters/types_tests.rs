@@ -2,6 +2,7 @@
 
 use super::file_layer::{FileLayer, Site};
 use super::lycoris_tests::{layers, named, tensors};
+use super::trained_layer::NewLayer;
 use super::*;
 use crate::families::AdapterNames;
 use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerKind, Linear, forward_layer};
@@ -42,6 +43,25 @@ impl Layer {
             kind,
             weight: Weight::Plain(found[&format!("{case}/weight")].clone()),
             bias: found[&format!("{case}/bias")].clone(),
+        }
+    }
+
+    /// What an adapter with names of sd-scripts is made of.
+    pub(super) fn new_adapter<'a>(&'a self, rank: usize, alpha: f64, handle: &'a Arc<AdapterHandle>) -> NewLayer<'a> {
+        NewLayer {
+            name: "layer".to_owned(),
+            names: AdapterNames::Kohya,
+            weight: &self.weight,
+            bias: Some(&self.bias),
+            dims: self.weight.dims(),
+            device: &Device::Cpu,
+            rank,
+            alpha,
+            dropout: Dropout::default(),
+            tucker: false,
+            rank_stabilised: false,
+            scalar: false,
+            handle,
         }
     }
 
