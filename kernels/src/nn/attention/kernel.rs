@@ -292,7 +292,7 @@ impl Kernel for PackHead<'_> {
 pub(super) struct Statistics<T> {
     /// The largest score.
     pub(super) max: T,
-    /// 1 / the sum of the exponentials of the scores, relative to the largest.
+    /// 1 / the sum of the exponentials of the scores, relative to the largest; 0 if all keys are masked.
     pub(super) inverse: T,
 }
 
@@ -391,8 +391,9 @@ impl Kernel for Forward<'_> {
                 values.times::<S>(part, scores, cols, sums.values, InitialValue::Output);
             }
         }
-        // The exponential of the maximum is 1: the sum is at least 1, unless all keys are masked.
-        let inverse = |sum: &f32| 1.0 / sum.max(f32::MIN_POSITIVE);
+        // The exponential of the maximum is 1: the sum is at least 1, unless all keys are masked. Then 0 makes the result zero, and in the
+        // backward pass no product with a gradient overflows.
+        let inverse = |sum: &f32| if *sum == 0.0 { 0.0 } else { 1.0 / sum };
         for (to, sum) in self.statistics.inverse.iter_mut().zip(&scratch.exponentials) {
             *to = inverse(sum);
         }
