@@ -166,7 +166,7 @@ messages! {
     StopAttempt { attempt_id epoch save }
     RequestOutputs { attempt_id epoch save samples }
     Fence { attempt_id epoch reason }
-    Answer { request_id verdict message }
+    Answer { request_id verdict message temporary }
     CoordinatorGoingAway { reason retry }
     CoordinatorMessage { message }
     InfoRequest {}

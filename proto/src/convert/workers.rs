@@ -466,8 +466,8 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
                 verdict: match v1::Verdict::try_from(answer.verdict) {
                     Ok(v1::Verdict::Accepted) => Verdict::Accepted,
                     Ok(v1::Verdict::Fenced) => Verdict::Fenced,
+                    Ok(v1::Verdict::Refused) if answer.temporary => Verdict::Unavailable,
                     Ok(v1::Verdict::Refused) => Verdict::Refused,
-                    Ok(v1::Verdict::Unavailable) => Verdict::Unavailable,
                     Ok(v1::Verdict::Unspecified) | Err(_) => {
                         return Err(ConvertError::new("answer.verdict", "not set, or unknown"));
                     }
@@ -532,20 +532,51 @@ impl From<ToWorker> for v1::CoordinatorMessage {
                 verdict,
                 message,
             } => {
-                let verdict = match verdict {
-                    Verdict::Accepted => v1::Verdict::Accepted,
-                    Verdict::Fenced => v1::Verdict::Fenced,
-                    Verdict::Refused => v1::Verdict::Refused,
-                    Verdict::Unavailable => v1::Verdict::Unavailable,
+                let (verdict, temporary) = match verdict {
+                    Verdict::Accepted => (v1::Verdict::Accepted, false),
+                    Verdict::Fenced => (v1::Verdict::Fenced, false),
+                    Verdict::Refused => (v1::Verdict::Refused, false),
+                    // Not a value of its own: an older worker would end its session at one that it does not know.
+                    Verdict::Unavailable => (v1::Verdict::Refused, true),
                 };
                 Wire::Answer(v1::Answer {
                     request_id: request,
                     verdict: verdict.into(),
                     message,
+                    temporary,
                 })
             }
             ToWorker::GoingAway { reason, retry } => Wire::GoingAway(v1::CoordinatorGoingAway { reason, retry }),
         };
         Self { message: Some(message) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_outage_is_a_refusal_for_workers_that_know_no_outages() {
+        for verdict in [
+            Verdict::Accepted,
+            Verdict::Fenced,
+            Verdict::Refused,
+            Verdict::Unavailable,
+        ] {
+            let answer = ToWorker::Answer {
+                request: 7,
+                verdict,
+                message: "why".into(),
+            };
+            let wire = v1::CoordinatorMessage::from(answer.clone());
+            let Some(v1::coordinator_message::Message::Answer(sent)) = &wire.message else {
+                panic!("{wire:?}");
+            };
+            let is_refused = matches!(verdict, Verdict::Refused | Verdict::Unavailable);
+            assert_eq!(sent.verdict() == v1::Verdict::Refused, is_refused, "{verdict:?}");
+            assert_eq!(ToWorker::try_from(wire).unwrap(), answer);
+        }
     }
 }
