@@ -484,6 +484,29 @@ fn names_shapes_and_alphas_are_those_of_ai_toolkit() {
     assert_eq!(old.len(), dotted.len());
 }
 
+/// Also where a trained number of zero multiplies matrices that are not zero.
+#[test]
+fn a_new_network_changes_nothing() {
+    let plain = config(2, Some(2));
+    let multiplied = AdapterConfig {
+        scalar: true,
+        ..config(2, Some(2))
+    };
+    let networks: [(&dyn AdapterType, &AdapterConfig); 5] = [
+        (&Lora, &plain),
+        (&Lora, &multiplied),
+        (&Loha, &multiplied),
+        (&SQUARE, &multiplied),
+        (&Locon, &plain),
+    ];
+    for (adapter, config) in networks {
+        let network = attach(adapter, config, &mut tiny_sd());
+        assert!(network.changes_nothing().unwrap(), "{adapter:?}");
+        randomise(&network);
+        assert!(!network.changes_nothing().unwrap(), "{adapter:?}");
+    }
+}
+
 /// It scales the whole layer: programs take alpha / rank.
 #[test]
 fn an_alpha_is_saved_as_it_was_trained_with() {

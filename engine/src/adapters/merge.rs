@@ -86,6 +86,13 @@ impl AdapterNetwork {
     /// When the device fails.
     pub fn changes_nothing(&self) -> Result<bool> {
         for layer in self.layers_by_path().values() {
+            // A trained number that multiplies the change is zero at first, beside matrices that are not.
+            let scalar = layer.params().into_iter().find(|(name, _)| *name == "scalar");
+            if let Some((_, scalar)) = scalar
+                && is_zero(&scalar.as_detached_tensor())?
+            {
+                continue;
+            }
             for var in layer.zeroed().into_iter().flatten() {
                 if !is_zero(&var.as_detached_tensor())? {
                     return Ok(false);
