@@ -57,13 +57,14 @@ pub fn rescale_lora(
     };
     let index = Index::open(path)?;
     let names: Vec<String> = index.tensors().map(|(name, _)| name.to_owned()).collect();
-    let with_alpha: BTreeSet<&str> = names
-        .iter()
-        .filter_map(|name| match parse_key(name) {
-            ParsedKey::Adapter(stem, TensorRole::Alpha) => Some(stem),
+    let stems_with = |role: TensorRole| -> BTreeSet<&str> {
+        let stem = |name| match parse_key(name) {
+            ParsedKey::Adapter(stem, found) if found == role => Some(stem),
             _ => None,
-        })
-        .collect();
+        };
+        names.iter().map(String::as_str).filter_map(stem).collect()
+    };
+    let with_alpha = stems_with(TensorRole::Alpha);
     let without_alpha = file
         .modules
         .iter()
@@ -102,6 +103,7 @@ pub fn rescale_lora(
             )));
         }
     }
+    let [first_whole, second_whole] = [TensorRole::LokrW1, TensorRole::LokrW2].map(stems_with);
     let each = factor.abs().sqrt();
     let mut tensors = BTreeMap::new();
     for (done, name) in (0..).zip(&names) {
@@ -145,17 +147,23 @@ pub fn rescale_lora(
             _ => (stored * scale)?,
         };
         let saved = scaled.to_dtype(dtype)?;
-        if !is_finite(&saved)? {
+        // An alpha that the number format would round is kept as it is: it scales the whole layer.
+        let is_rounded = matches!(parsed, Some((_, TensorRole::Alpha)))
+            && one_number(&saved.to_dtype(DType::F32)?) != one_number(&scaled);
+        let saved = if is_rounded { scaled } else { saved };
+        // That of two whole matrices of a LoKr: ai-toolkit writes 9999999999, which is infinite in float16.
+        let has_no_effect = matches!(
+            parsed,
+            Some((stem, TensorRole::Alpha)) if first_whole.contains(stem) && second_whole.contains(stem)
+        );
+        if !has_no_effect && !is_finite(&saved)? {
             return Err(file_error(format!(
                 "tensor `{name}` has numbers that {} cannot hold once they are multiplied by {scale}: set `save_dtype: float32`, or \
                  a target weight nearer to the current one",
                 name_of(dtype)
             )));
         }
-        // An alpha that the number format would round is kept as it is: it scales the whole layer.
-        let is_rounded = matches!(parsed, Some((_, TensorRole::Alpha)))
-            && one_number(&saved.to_dtype(DType::F32)?) != one_number(&scaled);
-        tensors.insert(name.clone(), if is_rounded { scaled } else { saved });
+        tensors.insert(name.clone(), saved);
     }
     Ok(Some(RescaledLora {
         tensors,

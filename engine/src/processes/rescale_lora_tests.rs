@@ -192,6 +192,8 @@ fn an_alpha_stays_exact_and_0_means_the_rank() {
         (0.0, 3.0, "float16", 12.0),
         (257.0, 1.0, "bfloat16", 257.0),
         (8.0, -0.5, "float16", -4.0),
+        // Infinite in float16.
+        (100_000.0, 2.0, "float16", 200_000.0),
     ] {
         let keys = format!("current_weight: {factor}, target_weight: 1, scale_target: alpha, save_dtype: {dtype}");
         rescaled(&layer(alpha), &output, &keys);
@@ -200,6 +202,29 @@ fn an_alpha_stays_exact_and_0_means_the_rank() {
             expected,
             "{alpha} times {factor}"
         );
+    }
+}
+
+/// The alpha of `lokr_full_rank: true`, which is ai-toolkit's default, as float32 and as float16 hold it.
+#[test]
+fn a_lokr_of_two_whole_matrices_is_rescaled_whatever_its_alpha() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out.safetensors");
+    for alpha in [9_999_999_999.0, f32::INFINITY] {
+        let input = write(
+            &dir.path().join("in.safetensors"),
+            &[
+                ("lora_unet_conv_in.lokr_w1", tensor(1.0, &[2, 2])),
+                ("lora_unet_conv_in.lokr_w2", tensor(1.0, &[4, 2, 3, 3])),
+                ("lora_unet_conv_in.alpha", tensor(alpha, &[])),
+            ],
+            &[],
+        );
+        rescaled(&input, &output, "current_weight: 3, target_weight: 1");
+        let found = read(&output);
+        let values =
+            ["lokr_w1", "lokr_w2", "alpha"].map(|suffix| first_number(&found, &format!("lora_unet_conv_in.{suffix}")));
+        assert_eq!(values, [1.0, 3.0, alpha]);
     }
 }
 
