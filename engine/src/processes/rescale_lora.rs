@@ -48,7 +48,13 @@ pub(super) fn run(process: &RescaleLoraProcess, cx: &mut Context<'_>) -> Result<
         );
     }
     let metadata = match process.replace_meta {
-        true => replaced_metadata(process, cx),
+        true => {
+            let mut metadata = replaced_metadata(process, cx);
+            // Without the alphas of peft the LoRA would have another strength.
+            let of_file = rescaled.metadata.into_iter();
+            metadata.extend(of_file.filter(|(key, _)| key == "lora_adapter_metadata"));
+            metadata
+        }
         false => rescaled.metadata,
     };
     cx.phase("saving");

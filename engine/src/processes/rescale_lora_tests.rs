@@ -229,6 +229,23 @@ fn a_lokr_of_two_whole_matrices_is_rescaled_whatever_its_alpha() {
 }
 
 #[test]
+fn the_alphas_of_peft_stay_where_the_metadata_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = fixtures().join("lora/diffusers.safetensors");
+    let output = dir.path().join("out.safetensors");
+    rescaled(
+        &input,
+        &output,
+        "current_weight: 1, target_weight: 2, replace_meta: true",
+    );
+    let [before, after] = [&input, &output].map(|path| AdapterFile::open(path).unwrap().metadata);
+    let key = "lora_adapter_metadata";
+    assert!(before[key].contains("lora_alpha"));
+    assert_eq!(after[key], before[key]);
+    assert_eq!(after["name"], "stronger");
+}
+
+#[test]
 fn files_that_cannot_be_rescaled_are_one_clear_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("in.safetensors");
