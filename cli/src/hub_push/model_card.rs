@@ -69,7 +69,7 @@ pub(super) fn model_card(name: &str, repo: &str, process: Option<&TrainerProcess
         .map(|process| process.model.name_or_path.as_str())
         .filter(|base| is_repository(base));
     let trigger = process
-        .and_then(|process| process.trigger_word.as_deref())
+        .and_then(TrainerProcess::sample_trigger)
         .filter(|word| !word.trim().is_empty());
     let lora = process.is_some_and(|process| process.network.is_some());
     let mut tags = vec!["text-to-image", "aitk"];
@@ -193,13 +193,12 @@ fn newest_samples(process: &TrainerProcess, files: &[Upload]) -> Vec<(String, St
     let mut samples: Vec<(u64, usize, &str)> = files.iter().filter_map(|file| sample(&file.name)).collect();
     samples.sort_unstable();
     let last = samples.last().map(|(step, ..)| *step);
-    let trigger = process.trigger_word.as_deref().unwrap_or_default();
     let of_last = samples.into_iter().filter(|(step, ..)| Some(*step) == last);
     of_last
         .filter_map(|(_, index, file)| {
             // Flags of the prompt can name files of this machine.
             let prompt = PromptFlags::parse(&process.sample.samples.get(index)?.prompt).prompt;
-            Some((replace_trigger(&prompt, Some(trigger)), file.to_owned()))
+            Some((replace_trigger(&prompt, process.sample_trigger()), file.to_owned()))
         })
         .collect()
 }
@@ -342,6 +341,20 @@ image.save("image.png")
 ```
 "#;
         assert_eq!(card, expected);
+    }
+
+    #[test]
+    fn the_card_of_a_textual_inversion_names_its_word() {
+        let text = "job: extension\nconfig:\n  name: cat\n  process:\n  - type: textual_inversion_trainer\n    training_folder: out\n    \
+                    embedding: {trigger: vorx}\n    datasets: [{folder_path: data}]\n    model: {name_or_path: a/b, arch: sd1}\n    \
+                    sample: {prompts: ['[trigger] at home']}\n";
+        let loaded = parse(text, Format::Yaml, None, &LoadOptions::default()).unwrap();
+        let process = loaded.spec.process.iter().find_map(Process::trainer).unwrap();
+        let files = files(&["vorx.safetensors", "samples/1__000000500_0.jpg"]);
+        let card = model_card("cat", "me/cat", Some(process), &files);
+        for part in [r#"{"text":"vorx at home""#, "instance_prompt: \"vorx\"", "`vorx`"] {
+            assert!(card.contains(part), "{part} is not in {card}");
+        }
     }
 
     #[test]
