@@ -108,6 +108,7 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
         weights,
         tensors: BTreeMap::new(),
         layers: 0,
+        resized: 0,
         lost_biases: 0,
     };
     for part in &parts {
@@ -116,6 +117,14 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
     let mut metadata = file.metadata;
     // The alphas that it has are in the tensors now.
     metadata.retain(|key, _| key != "lora_adapter_metadata" && !key.starts_with("sshs_"));
+    if converter.resized > 0 {
+        // As sd-scripts writes it where layers have ranks of their own.
+        for key in ["ss_network_dim", "ss_network_alpha"] {
+            if let Some(value) = metadata.get_mut(key) {
+                "Dynamic".clone_into(value);
+            }
+        }
+    }
     Ok(ConvertedAdapter {
         tensors: converter.tensors,
         metadata,
@@ -180,6 +189,8 @@ struct Converter {
     weights: BTreeMap<LayerKey, Weight>,
     tensors: BTreeMap<String, Tensor>,
     layers: usize,
+    /// The number of layers that got another rank or type.
+    resized: usize,
     lost_biases: usize,
 }
 
@@ -283,6 +294,7 @@ impl Converter {
             .map_err(failed)?;
         let factors = Svd::largest(&change, rank).and_then(|svd| svd.factors(rank));
         let (up, down) = factors.map_err(|error| format!("layer `{}`: {error}", key.1))?;
+        self.resized += 1;
         let found = down.dims()[0];
         let ones = vec![1; dims.len() - 2];
         let up = up.reshape([&[dims[0], found], &ones[..]].concat()).map_err(failed)?;

@@ -346,6 +346,28 @@ fn a_lower_rank_loses_no_more_than_the_singular_values_that_it_lacks() {
 }
 
 #[test]
+fn the_metadata_of_sd_scripts_names_no_rank_that_layers_no_longer_have() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = dir.path().join("a.safetensors");
+    let path = fixtures().join("tiny_sd");
+    let tensors = saved(&Lora, &mut *model("tiny_sd", ArchName::Sd1), 4.0, &source);
+    let metadata = ["ss_network_dim", "ss_network_alpha"].map(|key| (key.to_owned(), "4".to_owned()));
+    std::fs::write(&source, lora_file_bytes(&tensors, metadata.into()).unwrap()).unwrap();
+    for (rank, expected) in [(None, "4"), (Some(4096), "4"), (Some(1), "Dynamic")] {
+        let conversion = Conversion {
+            rank,
+            ..to(Dialect::SdScripts)
+        };
+        let found = convert_lora(&source, &path, conversion).unwrap().metadata;
+        assert_eq!(
+            [&found["ss_network_dim"], &found["ss_network_alpha"]],
+            [expected; 2],
+            "{rank:?}"
+        );
+    }
+}
+
+#[test]
 fn number_formats_and_what_does_not_fit() {
     let dir = tempfile::tempdir().unwrap();
     let source = dir.path().join("a.safetensors");
