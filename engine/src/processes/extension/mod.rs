@@ -170,6 +170,10 @@ impl Conversation<'_, '_> {
             }
             self.forward_errors();
             if ending.is_none() && self.cx.stop.is_set() {
+                if !self.session.has_hello() {
+                    // It has done nothing yet, and would take `stop` for the `start` that it waits for.
+                    return Ok(Outcome::stopped());
+                }
                 self.program.send(&HostMessage::Stop);
                 self.cx.phase("stopping extension");
                 ending = Some(Ending::Stopped(Instant::now() + STOP_TIMEOUT));

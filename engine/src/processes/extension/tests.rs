@@ -223,6 +223,16 @@ fn a_program_is_told_to_stop_and_may_end() {
     assert_eq!(message.trim(), r#"{"type":"stop"}"#);
 }
 
+/// The program takes the first message for `start`.
+#[test]
+fn a_program_that_is_stopped_before_its_hello_has_stopped() {
+    let stop = StopSignal::new();
+    stop.stop();
+    let script = format!(r#"sleep 1; {HELLO}; case "$start" in *stop*) exit 1;; esac"#);
+    let (outcome, _) = run_script(&script, "{}", LONG, &stop);
+    assert!(matches!(outcome, Outcome::Stopped { .. }), "{outcome:?}");
+}
+
 #[test]
 fn an_extension_that_the_owner_does_not_allow_is_refused() {
     let text = "job: extension\nconfig:\n  name: a\n  training_folder: out\n  process:\n    - type: extension:test\n";
