@@ -9,7 +9,7 @@ mod search;
 mod tests;
 
 pub use kind::ModelPart;
-pub use search::{model_part, model_parts};
+pub use search::{missing_parts, model_part, model_parts};
 
 use std::path::{Path, PathBuf};
 

@@ -18,30 +18,13 @@ const MAX_FILES: usize = 64;
 /// have no parts from elsewhere.
 pub fn model_parts(arch: ArchName, model: &Path, paths: &PartPaths) -> Result<ModelParts, String> {
     let search = Search::new(arch, model, paths)?;
-    let (mut found, mut tokenizers, mut missing) = (Vec::new(), Vec::new(), Vec::new());
-    for place in search.family.parts {
-        match search.part(place)? {
-            Some(files) => found.push((place.part, files)),
-            None if place.is_optional => continue,
-            None => missing.push(Missing::Part(place)),
-        }
-        match search.tokenizer(place) {
-            Some(folder) => tokenizers.push((place.part, folder)),
-            None if place.part.needed_tokenizer().is_some() => missing.push(Missing::Tokenizer(place)),
-            None => {}
-        }
-    }
+    let FoundParts {
+        found,
+        tokenizers,
+        missing,
+    } = search.find()?;
     if !missing.is_empty() {
-        // Weights before tokenizers.
-        missing.sort_by_key(|missing| matches!(missing, Missing::Tokenizer(_)));
-        let names: Vec<String> = missing.iter().map(Missing::title).collect();
-        return Err(format!(
-            "{}: {} without {}: {}",
-            model.display(),
-            search.family.name,
-            names.join(", without "),
-            search.advice(&missing)
-        ));
+        return Err(format!("{}: {}", search.lack(&missing), search.advice(&missing)));
     }
     let transformer = model.join("transformer");
     let transformer = match model.is_dir() {
@@ -68,6 +51,16 @@ pub fn model_parts(arch: ArchName, model: &Path, paths: &PartPaths) -> Result<Mo
             .filter(|folder| *folder != model)
             .and_then(|folder| existing(folder.join("transformer/config.json"))),
     })
+}
+
+/// What the model of this family at `model` lacks, for commands that take no other paths: a sentence without advice. `None`: it has all
+/// parts, or it is of a family whose models have no parts from elsewhere.
+#[must_use]
+pub fn missing_parts(arch: ArchName, model: &Path) -> Option<String> {
+    let paths = PartPaths::default();
+    let search = Search::new(arch, model, &paths).ok()?;
+    let missing = search.find().ok()?.missing;
+    (!missing.is_empty()).then(|| search.lack(&missing))
 }
 
 /// The weights of one part at this path: a file, the folder of the part, or a model's folder that has one. Its config may come from
@@ -166,6 +159,16 @@ impl Missing<'_> {
     }
 }
 
+/// What a search found.
+#[derive(Default)]
+struct FoundParts {
+    found: Vec<(ModelPart, PartFiles)>,
+    /// The folders of tokenizers.
+    tokenizers: Vec<(ModelPart, PathBuf)>,
+    /// Weights before tokenizers.
+    missing: Vec<Missing<'static>>,
+}
+
 /// Where parts may be.
 struct Search<'a> {
     family: &'static FamilyParts,
@@ -220,6 +223,37 @@ impl<'a> Search<'a> {
         };
         search.check_given_text()?;
         Ok(search)
+    }
+
+    /// Searches every part of the family.
+    fn find(&self) -> Result<FoundParts, String> {
+        let mut all = FoundParts::default();
+        for place in self.family.parts {
+            match self.part(place)? {
+                Some(files) => all.found.push((place.part, files)),
+                None if place.is_optional => continue,
+                None => all.missing.push(Missing::Part(place)),
+            }
+            match self.tokenizer(place) {
+                Some(folder) => all.tokenizers.push((place.part, folder)),
+                None if place.part.needed_tokenizer().is_some() => all.missing.push(Missing::Tokenizer(place)),
+                None => {}
+            }
+        }
+        all.missing
+            .sort_by_key(|missing| matches!(missing, Missing::Tokenizer(_)));
+        Ok(all)
+    }
+
+    /// What the model lacks.
+    fn lack(&self, missing: &[Missing<'_>]) -> String {
+        let names: Vec<String> = missing.iter().map(Missing::title).collect();
+        format!(
+            "{}: {} without {}",
+            self.model.display(),
+            self.family.name,
+            names.join(", without ")
+        )
     }
 
     /// Folders in diffusers' layout.

@@ -48,6 +48,12 @@ fn parts_are_found_by_their_tensors_and_missing_ones_are_named() {
     ] {
         assert!(none.contains(part), "{none}");
     }
+    let lack = super::missing_parts(ArchName::Flux, &model).unwrap();
+    assert!(
+        none.starts_with(&format!("{lack}: set `model.extras_name_or_path`")),
+        "{lack}"
+    );
+    assert_eq!(super::missing_parts(ArchName::Sd1, &model), None);
     let mut paths = PartPaths {
         extras: Some(at("extras")),
         ..PartPaths::default()

@@ -72,6 +72,12 @@ pub struct ConvertedAdapter {
 pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result<ConvertedAdapter> {
     let file = AdapterFile::open(path)?;
     let arch = arch_of(model)?;
+    // There is no config whose keys could name them.
+    if let Some(lack) = model_files::missing_parts(arch, model) {
+        return Err(EngineError::bad_input(format!(
+            "{lack}: give a model with all parts, such as the base model, as a diffusers folder or as one file"
+        )));
+    }
     let mut model = families::layout(model, arch, &PartPaths::default())?;
     let mut parts = Vec::new();
     let mut index = LayerIndex::default();

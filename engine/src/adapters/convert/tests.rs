@@ -368,6 +368,17 @@ fn the_metadata_of_sd_scripts_names_no_rank_that_layers_no_longer_have() {
 }
 
 #[test]
+fn what_a_model_lacks_is_named_without_keys_of_configs() {
+    let lora = fixtures().join("lora_flux/ai_toolkit.safetensors");
+    let converted = convert_lora(&lora, &fixtures().join("tiny_zimage"), to(Dialect::ComfyUi));
+    let error = converted.unwrap_err().to_string();
+    assert!(
+        error.contains("Z-Image without VAE") && !error.contains("extras_name_or_path"),
+        "{error}"
+    );
+}
+
+#[test]
 fn number_formats_and_what_does_not_fit() {
     let dir = tempfile::tempdir().unwrap();
     let source = dir.path().join("a.safetensors");

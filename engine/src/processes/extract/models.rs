@@ -73,6 +73,12 @@ pub(super) fn open(base: &Path, tuned: &Path, selected: SelectedParts) -> Result
     for path in [base, tuned] {
         check_not_quantised(path, selected)?;
     }
+    // An extraction has no keys that could name them.
+    if let Some(lack) = model_files::missing_parts(arch, base) {
+        return Err(EngineError::bad_input(format!(
+            "{lack}: give a base model with all parts, as a diffusers folder or as one file"
+        )));
+    }
     let base_layers = layers(base, arch, &PartPaths::default(), selected)?;
     // A fine-tune of a transformer may be its folder alone.
     let parts = PartPaths {
