@@ -207,7 +207,10 @@ impl Schedule {
                         period *= t_mult;
                     }
                 } else {
-                    t %= period;
+                    // A period can be a fraction, whose multiples are rounded: without the small number, a restart that falls on a step
+                    // would be the end of the period before.
+                    let restarts = (t / period + 1e-9).floor();
+                    t = (t - restarts * period).max(0.0);
                 }
                 eta_min + (self.lr - eta_min) * (1.0 + (PI * t / period).cos()) / 2.0
             }

@@ -141,6 +141,23 @@ fn schedules_match_torch_and_diffusers() {
     }
 }
 
+/// `get_cosine_with_hard_restarts_schedule_with_warmup` of transformers starts a cycle at each of these steps.
+#[test]
+fn a_restart_after_fractions_of_steps_begins_with_the_full_rate() {
+    for (steps, cycles, restart) in [(10u64, 6u64, 5u64), (18, 14, 9), (42, 18, 35), (30, 9, 10), (12, 4, 6)] {
+        let period = steps as f64 / cycles as f64;
+        let schedule = Schedule::new(ScheduleParams {
+            name: "cosine_with_restarts",
+            params: serde_json::json!({"T_0": period}).as_object().unwrap(),
+            lr: 2e-3,
+            steps,
+        })
+        .unwrap();
+        let rate = schedule.lr_at(restart);
+        assert!((rate - 2e-3).abs() < 1e-12, "{steps} steps, {cycles} cycles: {rate}");
+    }
+}
+
 #[test]
 fn unknown_names_are_errors_that_list_the_known_ones() {
     let params = serde_json::json!({"num_warmup": 3}).as_object().unwrap().clone();
