@@ -108,7 +108,10 @@ def cases():
         yield name, "karras_v", SD | V | KARRAS, 5, 0, {}
         yield name, "karras_middle", SD | KARRAS, 10, 4, {}
         yield name, "exponential", SD | {"use_exponential_sigmas": True}, 7, 0, {}
-    yield "euler", "karras_bounds", SD | KARRAS | {"sigma_min": 0.1, "sigma_max": 10.0}, 7, 0, {}
+    bounds = {"sigma_min": 0.1, "sigma_max": 10.0}
+    yield "euler", "karras_bounds", SD | KARRAS | bounds, 7, 0, {}
+    yield "lms", "karras_bounds", SD | KARRAS | bounds, 5, 0, {}
+    yield "lms", "exponential_bounds", SD | {"use_exponential_sigmas": True} | bounds, 5, 0, {}
     yield "euler", "log_linear", SD | {"interpolation_type": "log_linear"}, 7, 0, {}
     yield "euler", "sigma_min", SD | {"final_sigmas_type": "sigma_min"}, 7, 0, {}
     yield "euler", "continuous_v", SD | V | {"timestep_type": "continuous"}, 7, 0, {}

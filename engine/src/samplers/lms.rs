@@ -15,14 +15,16 @@ struct Lms {
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    // The diffusers class does not have these parameters.
+    // The class reads the bounds of exponential noise levels, but not those of Karras'.
+    let has_bounds = params.use_karras_sigmas != Some(true);
     let params = SamplerParams {
+        // The diffusers class does not have these parameters.
         rescale_betas_zero_snr: None,
         interpolation_type: None,
         final_sigmas_type: None,
         timestep_type: None,
-        sigma_min: None,
-        sigma_max: None,
+        sigma_min: params.sigma_min.filter(|_| has_bounds),
+        sigma_max: params.sigma_max.filter(|_| has_bounds),
         ..params
     };
     let schedule = SigmaSchedule::new(&params, options.steps)?;
