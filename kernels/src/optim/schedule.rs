@@ -156,7 +156,8 @@ impl Schedule {
     }
 
     /// The schedule of a training of a language model with `steps` steps, as transformers defines it (`get_linear_schedule_with_warmup`,
-    /// `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` with linear decay). `lr`: after [`super::base_lr`].
+    /// `get_cosine_with_min_lr_schedule_with_warmup`, `get_wsd_schedule` with linear decay), but the warm-up of `wsd` begins with 0 and not
+    /// with `min_lr`, and `linear` may end above 0. `lr`: after [`super::base_lr`].
     #[must_use]
     pub fn of_language_model(train: &LmTrainConfig, lr: f64, steps: u64) -> Self {
         let warmup = train.warmup_steps.min(steps);
