@@ -54,7 +54,7 @@ that are trained, no buckets, captions in `.caption` files, and so on. What no o
 | `flip_aug` | each image is flipped half of the time | both images; other data sets are repeated twice as often, if they have no flips |
 | words (`token_string`) | captions are trained as they are; the vectors are called `word`, `word1`, `word2` | captions without the word get it at their beginning; the vectors are `word`, `word_1`, `word_2` ([textual-inversion.md](textual-inversion.md)) |
 | folders | images directly in the folder; `.bmp` too | those in folders below it too; no `.bmp` |
-| masks | weights as they are | weights scaled to 1 on average over a batch |
+| masks | weights as they are; a position of the latents has the mean of its pixels | weights scaled to 1 on average over a batch; a position of the latents has its upper left pixel, as in ai-toolkit |
 | FLUX.1, SD3: q, k and v (and the MLP of single blocks) | one LoRA, or with `split_qkv` one each | one each |
 | `${VAR}` and `[name]` in texts | as they are | replaced by a variable of the environment, and by the name of the run, with a note |
 | names of files | `output_dir/output_name-step00000500.safetensors` | `training_folder/name/name_000000500.safetensors`; `aitk convert --to sd-scripts` writes sd-scripts' names of layers |
