@@ -1,13 +1,23 @@
 //! The addresses of a running coordinator, written to its data folder for local commands.
 
 use crate::config::Config;
+use crate::pki;
 use aitk_common::fsutil;
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 /// The file, in the data folder.
 const FILE: &str = "address.json";
+
+/// Returns the address of a coordinator with TLS that has this name or IP address. An address of IPv6 gets brackets.
+#[must_use]
+pub fn https_address(host: &str, port: u16) -> String {
+    match host.parse::<Ipv6Addr>() {
+        Ok(ip) => format!("https://[{ip}]:{port}"),
+        Err(_) => format!("https://{host}:{port}"),
+    }
+}
 
 /// Addresses of a coordinator for clients.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,10 +41,10 @@ impl ClientAddress {
             (true, false) => format!("https://{addr}"),
             (false, _) => format!("http://{addr}"),
         };
-        let host = config.pki.as_ref().and_then(|pki| pki.hostnames.first());
+        let host = config.pki.as_ref().and_then(pki::first_name);
         let advertised = config.cluster.as_ref().map(|cluster| cluster.address.clone());
         let elsewhere = advertised
-            .or_else(|| host.map(|host| format!("https://{host}:{port}")))
+            .or_else(|| host.map(|host| https_address(&host, port)))
             .or_else(|| (!ip.is_unspecified() && !ip.is_loopback()).then(|| here.clone()));
         Self { here, elsewhere }
     }
@@ -81,5 +91,25 @@ mod tests {
         );
         plain.write(folder.path());
         assert_eq!(ClientAddress::read(folder.path()), Some(plain));
+    }
+
+    #[test]
+    fn other_machines_use_the_first_name_that_was_given() {
+        let folder = tempfile::tempdir().unwrap();
+        let ca = pki::ca_folder(folder.path());
+        let elsewhere = |hostnames: &[&str]| {
+            let config = Config {
+                pki: Some(crate::config::PkiConfig {
+                    hostnames: hostnames.iter().map(|name| (*name).to_owned()).collect(),
+                    ..crate::config::PkiConfig::new(ca.clone())
+                }),
+                ..Config::new(folder.path())
+            };
+            ClientAddress::of(&config, "0.0.0.0:7431".parse().unwrap()).remote_address()
+        };
+        assert_eq!(elsewhere(&[]), "https://HOST:7431");
+        pki::init(folder.path(), &["gpu.lab".to_owned(), "203.0.113.7".to_owned()]).unwrap();
+        assert_eq!(elsewhere(&[]), "https://gpu.lab:7431");
+        assert_eq!(elsewhere(&["fd00::5"]), "https://[fd00::5]:7431");
     }
 }

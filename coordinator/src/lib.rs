@@ -30,7 +30,7 @@ mod submit;
 mod training_fit;
 mod transfer_limit;
 
-pub use address::ClientAddress;
+pub use address::{ClientAddress, https_address};
 pub use backup::{CopyError, backup, restore};
 pub use cluster::{ClusterNode, ClusterNodeError};
 pub use config::{Cluster, Config, Limits, PkiConfig, TlsFiles};

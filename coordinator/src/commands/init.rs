@@ -1,7 +1,7 @@
 //! `init`: creates a certificate authority for a private network.
 
 use super::console::{default_data_dir, print_line};
-use aitk_coordinator::{ca_folder, init};
+use aitk_coordinator::{Config, ca_folder, https_address, init};
 use anyhow::Context;
 use clap::Args;
 use std::path::PathBuf;
@@ -43,6 +43,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
         None => String::new(),
     };
     let host = args.hostnames.first().map_or("THIS-HOST", String::as_str);
+    let address = https_address(host, Config::DEFAULT_PORT);
     print_line(&format!("{} (SHA-256 {})", folder.display(), outcome.hash))?;
     eprintln!(
         "A certificate authority was created; {} is its key: keep a copy in a safe place.
@@ -50,9 +51,9 @@ Next:
   aitk-coordinator --bind 0.0.0.0:7420{option}
       starts the coordinator with a certificate of its own
   aitk-coordinator worker join-token{option}
-      here, for each worker; then there: aitk-worker join https://{host}:7420 TOKEN
+      here, for each worker; then there: aitk-worker join {address} TOKEN
   aitk-coordinator token create NAME --role submitter{option}
-      here, for each user; then there: aitk login https://{host}:7420",
+      here, for each user; then there: aitk login {address}",
         folder.join("ca.key").display()
     );
     Ok(())

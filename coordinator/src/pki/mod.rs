@@ -141,6 +141,13 @@ pub fn ca_folder(data_dir: &std::path::Path) -> PathBuf {
     data_dir.join("ca")
 }
 
+/// Returns the first name under which other machines reach this coordinator: of those given at its start, else of those
+/// given to [`init`].
+pub(crate) fn first_name(pki: &PkiConfig) -> Option<String> {
+    let given = pki.hostnames.first().cloned();
+    given.or_else(|| addresses::read_names(&pki.folder).into_iter().next())
+}
+
 /// Creates a certificate authority in a data folder, unless there is one.
 ///
 /// # Errors

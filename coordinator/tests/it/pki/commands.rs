@@ -34,6 +34,8 @@ async fn the_commands_set_up_a_coordinator_a_worker_and_a_user() {
     );
     let (success, stdout, _) = run(folder.path(), &["init"]);
     assert!(success && stdout.contains("nothing was changed"), "{stdout}");
+    let (success, _, stderr) = run(&folder.path().join("six"), &["init", "--hostname", "fd00::5"]);
+    assert!(success && stderr.contains("join https://[fd00::5]:7420"), "{stderr}");
     let (success, _, error) = run(&folder.path().join("x"), &["init", "--hostname", "not a name"]);
     assert!(!success && error.contains("not a name"), "{error}");
 
@@ -44,7 +46,9 @@ async fn the_commands_set_up_a_coordinator_a_worker_and_a_user() {
     let port = url.rsplit(':').next().unwrap();
     let (success, text, stderr) = run(folder.path(), &["worker", "join-token", "box"]);
     assert!(
-        success && stderr.contains(&format!("aitk-worker join https://HOST:{port} TOKEN")) && !stderr.contains(&text),
+        success
+            && stderr.contains(&format!("aitk-worker join https://gpu.lab:{port} TOKEN"))
+            && !stderr.contains(&text),
         "{text} {stderr}"
     );
     let invitation = JoinToken::parse(&text).unwrap();
