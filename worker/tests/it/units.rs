@@ -46,6 +46,11 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
             "{unit}"
         );
         assert_eq!(setting(unit, "NoNewPrivileges"), "yes");
+        // Without it the system does not tell a program the addresses of its machine.
+        assert!(
+            setting(unit, "RestrictAddressFamilies").contains("AF_NETLINK"),
+            "{unit}"
+        );
     }
     // Settings that would hide GPUs from the worker, or prevent control groups for its attempts.
     for harmful in [
