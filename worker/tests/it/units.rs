@@ -1,4 +1,4 @@
-//! The service files keep worker and coordinator apart.
+//! The service files keep worker and coordinator apart, and the images can be built.
 
 use std::path::Path;
 
@@ -83,5 +83,28 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
     for worker in workers {
         assert_separate(&worker.1, &coordinators[0].1);
         assert_separate(&worker.2, &coordinators[0].2);
+    }
+}
+
+#[test]
+fn a_build_of_the_images_gets_every_crate_of_the_workspace() {
+    let workspace = read_deploy_file("../Cargo.toml");
+    let members = workspace
+        .lines()
+        .find_map(|line| line.strip_prefix("members = ["))
+        .unwrap();
+    let members = members
+        .trim_end_matches(']')
+        .split(',')
+        .map(|name| name.trim().trim_matches('"'));
+    let ignore_file = read_deploy_file("docker/Dockerfile.dockerignore");
+    let read: Vec<&str> = ignore_file.lines().filter_map(|line| line.strip_prefix('!')).collect();
+    for member in members {
+        // A folder, one above it, or the files in it that cargo needs to know the crate.
+        let manifest = format!("{member}/Cargo.toml");
+        assert!(
+            read.iter().any(|path| Path::new(&manifest).starts_with(path)),
+            "{member}: {read:?}"
+        );
     }
 }
