@@ -57,6 +57,12 @@ pub fn init_at(options: Options, level: Option<&str>) {
     }
 }
 
+/// Returns the error message for a text that is neither a level nor a filter.
+#[must_use]
+pub fn level_problem(level: &str) -> Option<String> {
+    filter(Some(level), Kind::Daemon).1
+}
+
 /// The log filter, and an error message if the requested one is invalid.
 fn filter(requested: Option<&str>, kind: Kind) -> (EnvFilter, Option<String>) {
     let default = match kind {

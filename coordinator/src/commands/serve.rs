@@ -137,7 +137,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "AITK_PEER_CA_FILE", value_name = "FILE", requires = "advertise")]
     peer_ca_file: Option<PathBuf>,
     /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`. Default: $AITK_LOG_LEVEL, or info.
-    #[arg(long, value_name = "LEVEL", conflicts_with = "json")]
+    #[arg(long, value_name = "LEVEL")]
     log_level: Option<String>,
     /// Log one JSON object per line.
     #[arg(long)]
@@ -257,23 +257,16 @@ fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
 
 /// Starts logging. A bad level on the command line is an error; one from the environment only causes a warning.
 pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
-    let Some(level) = &args.log_level else {
-        telemetry::init(telemetry::Options {
-            kind: telemetry::Kind::Daemon,
-            json: args.json,
-        });
-        return Ok(());
-    };
-    let Ok(filter) = tracing_subscriber::EnvFilter::try_new(level) else {
-        eprintln!("error: --log-level {level:?}: expected error, warn, info, debug, trace, or a filter");
+    let level = args.log_level.as_deref();
+    if let Some(problem) = level.and_then(telemetry::level_problem) {
+        eprintln!("error: {problem}");
         return Err(ExitCode::from(2));
+    }
+    let options = telemetry::Options {
+        kind: telemetry::Kind::Daemon,
+        json: args.json,
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        // Otherwise a line that cannot be written to stderr, because its disk is full, panics.
-        .log_internal_errors(false)
-        .init();
+    telemetry::init_at(options, level);
     Ok(())
 }
 

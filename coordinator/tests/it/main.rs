@@ -11,6 +11,7 @@ mod disk_full;
 mod hostile;
 mod metrics;
 mod pki;
+mod program;
 mod queue_rules;
 mod revisions;
 mod server;
