@@ -258,7 +258,7 @@ unit_text() {
 config_text() {
   say "# Options of aitk-$1, one NAME=VALUE per line; \`aitk-$1 --help\` lists them. Never overwritten by install.sh."
   case $1 in
-  worker) printf '%s\n' '#AITK_DEVICES=cuda:0' '#AITK_CACHE_GIB=100' '#AITK_WORKER_NAME=box-3' ;;
+  worker) printf '%s\n' '#AITK_DEVICES=cuda:0' '#AITK_CACHE_GIB=100' '#AITK_WORKER_NAME=box-3' '#AITK_LABELS=zone=lab' ;;
   coordinator) printf '%s\n' '#AITK_BIND=0.0.0.0:7420' '#AITK_DATABASE=postgres://aitk@db.lab/aitk?sslmode=verify-full' '#AITK_KEEP_JOBS_DAYS=90' ;;
   esac
 }

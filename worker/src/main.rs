@@ -123,8 +123,8 @@ struct Daemon {
     /// The devices to offer: auto (GPUs, or the CPU without one), cpu, cuda:0,cuda:1, metal:0, …
     #[arg(long, env = "AITK_DEVICES", default_value = "auto")]
     devices: DeviceSelection,
-    /// A label that jobs may ask for. May be repeated.
-    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+    /// A label that jobs may ask for. May be repeated; separated by commas in the variable.
+    #[arg(long = "label", env = "AITK_LABELS", value_name = "KEY=VALUE", value_delimiter = ',', value_parser = parse_label)]
     labels: Vec<(String, String)>,
     /// The size limit of the cache of inputs, in GiB.
     #[arg(long, env = "AITK_CACHE_GIB", default_value_t = 100)]
@@ -180,7 +180,7 @@ struct Daemon {
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
     /// Write the log as JSON.
-    #[arg(long)]
+    #[arg(long, env = "AITK_JSON_LOG", value_parser = clap::builder::BoolishValueParser::new())]
     json_log: bool,
 }
 

@@ -10,6 +10,7 @@ use aitk_coordinator::{
 use aitk_scheduler::Quotas;
 use anyhow::{Context, bail};
 use clap::Args;
+use clap::builder::BoolishValueParser;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -40,7 +41,7 @@ pub(crate) struct ServeArgs {
     storage: Option<String>,
     /// Let workers with tokens of their own use the bucket directly if they have its keys. The coordinator does not see their
     /// uploads, so they may refer to any blob as a result. Workers with the token in the data folder always may.
-    #[arg(long, env = "AITK_DIRECT_STORAGE")]
+    #[arg(long, env = "AITK_DIRECT_STORAGE", value_parser = BoolishValueParser::new())]
     direct_storage: bool,
     /// A name or address under which this coordinator is reached, for the certificate that it makes itself. May be repeated.
     /// Default: those given to `init`, and the machine's own names and addresses.
@@ -57,7 +58,7 @@ pub(crate) struct ServeArgs {
     worker_cert_days: u32,
     /// Accept workers on other machines that have a token but no certificate. Meant for a migration: a copied token works
     /// until it expires or is revoked, a certificate for days, and its key never leaves the worker.
-    #[arg(long, env = "AITK_ALLOW_WORKER_TOKENS")]
+    #[arg(long, env = "AITK_ALLOW_WORKER_TOKENS", value_parser = BoolishValueParser::new())]
     allow_worker_tokens: bool,
     /// PEM file with a certificate of another authority. Default: with an authority (`init`), one that the coordinator signs
     /// and renews itself.
@@ -76,8 +77,9 @@ pub(crate) struct ServeArgs {
     /// Retries after failures in a row, for jobs that do not specify `retries`.
     #[arg(long, env = "AITK_RETRIES", default_value_t = Config::DEFAULT_RETRIES, value_name = "N")]
     retries: u32,
-    /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times. Default: no limit.
-    #[arg(long = "quota", value_name = "[USER=]N")]
+    /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times, separated by commas in
+    /// the variable. Default: no limit.
+    #[arg(long = "quota", env = "AITK_QUOTAS", value_name = "[USER=]N", value_delimiter = ',')]
     quotas: Vec<String>,
     /// Maximum waiting jobs of one user; 0: no limit. Operators and administrators are not limited.
     #[arg(long, env = "AITK_USER_WAITING_JOBS", default_value_t = Limits::default().waiting_jobs.unwrap_or(0), value_name = "N")]
@@ -140,7 +142,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "LEVEL")]
     log_level: Option<String>,
     /// Log one JSON object per line.
-    #[arg(long)]
+    #[arg(long, env = "AITK_JSON_LOG", value_parser = BoolishValueParser::new())]
     json: bool,
 }
 
@@ -239,10 +241,11 @@ fn limit(number: u64) -> Option<u64> {
     Some(number).filter(|number| *number > 0)
 }
 
-/// Parses `4` and `ada=2`.
+/// Parses texts such as `4` and `ada=2`.
 fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
     let mut quotas = Quotas::default();
-    for text in given {
+    // An empty variable has one empty text.
+    for text in given.iter().map(|text| text.trim()).filter(|text| !text.is_empty()) {
         let bad = || format!("--quota {text}: expected a number, or USER=NUMBER");
         match text.split_once('=') {
             None => quotas.everyone = Some(text.parse().with_context(bad)?),
@@ -357,6 +360,18 @@ mod tests {
         };
         assert!(serve("").hostnames().is_empty() && serve(" , ").authority_options().is_empty());
         assert_eq!(serve("gpu.lab, ,10.1.2.3 ").hostnames(), ["gpu.lab", "10.1.2.3"]);
+    }
+
+    #[test]
+    fn quotas_are_separated_by_commas() {
+        let of = |text: &str| {
+            let program = Program::try_parse_from(["aitk-coordinator", "--quota", text]).unwrap();
+            quotas(&program.serve.quotas)
+        };
+        let both = of("4, ada=2").unwrap();
+        assert_eq!((both.everyone, both.users.len()), (Some(4), 1));
+        assert_eq!(of("").unwrap(), Quotas::default());
+        assert!(of("4,ada").is_err());
     }
 
     #[test]

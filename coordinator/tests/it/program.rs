@@ -30,3 +30,16 @@ async fn a_log_with_a_level_can_be_json_and_has_no_colours_in_a_file() {
     assert_eq!(output.status.code(), Some(2), "{stderr}");
     assert!(stderr.contains("\"verbose\""), "{stderr}");
 }
+
+#[test]
+fn variables_set_options_that_have_no_value() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["AITK_DIRECT_STORAGE", "AITK_ALLOW_WORKER_TOKENS", "AITK_JSON_LOG"] {
+        for value in ["1", "true", "yes", "0", "off"] {
+            let output = run(folder.path(), &["init"], &[(name, value)]);
+            assert!(output.status.success(), "{name}={value} {output:?}");
+        }
+        let output = run(folder.path(), &["init"], &[(name, "perhaps")]);
+        assert_eq!(output.status.code(), Some(2), "{name} {output:?}");
+    }
+}

@@ -109,6 +109,15 @@ async fn values_that_cannot_be_read_exit_with_2() {
         assert_eq!(output.status.code(), Some(2), "{shown}");
         assert!(shown.contains(wrong[0]) && shown.contains("expected"), "{shown}");
     }
+    let variables = [
+        ("AITK_LABELS", "zone=lab,room", "'room'"),
+        ("AITK_JSON_LOG", "perhaps", "--json-log"),
+    ];
+    for (name, value, said) in variables {
+        let output = run(program().env(name, value)).await;
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains(said), "{}", text(&output.stderr));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
