@@ -2,7 +2,7 @@
 
 mod http;
 
-use aitk_common::control_plane::{EventBody, JobState, UnixMillis};
+use aitk_common::control_plane::{AttemptState, EventBody, JobState, UnixMillis};
 use aitk_common::telemetry::traces::Traces;
 use aitk_scheduler::{Record, State};
 pub(crate) use http::{OPENMETRICS, serve};
@@ -89,6 +89,20 @@ impl Metrics {
             traces: traces.clone(),
         };
         let m = &metrics;
+        // Counters begin at zero: an alert on `increase` does not see the first event of one that begins with it.
+        for state in [JobState::Completed, JobState::Stopped, JobState::Failed] {
+            m.job_ends.get_or_create(&state_label(state.name())).inc_by(0);
+        }
+        for state in [
+            AttemptState::Assigned,
+            AttemptState::Running,
+            AttemptState::Completed,
+            AttemptState::Stopped,
+            AttemptState::Failed,
+            AttemptState::Lost,
+        ] {
+            m.attempts.get_or_create(&state_label(state.name())).inc_by(0);
+        }
         registry.register("jobs", "Jobs now, by state", m.jobs.clone());
         registry.register("workers", "Workers now, by state", m.workers.clone());
         registry.register("devices", "Devices of connected workers now", m.devices.clone());

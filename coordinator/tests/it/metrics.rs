@@ -51,6 +51,8 @@ async fn metrics_follow_a_job_from_submission_to_completion() {
         r#"aitk_jobs{state="queued"} 1"#,
         r#"aitk_workers{state="connected"} 0"#,
         "aitk_jobs_submitted_total 1",
+        r#"aitk_jobs_ended_total{state="failed"} 0"#,
+        r#"aitk_attempts_total{state="lost"} 0"#,
     ] {
         assert!(text.lines().any(|found| found == line), "{line}\n{text}");
     }
