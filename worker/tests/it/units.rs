@@ -62,6 +62,12 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
         assert!(!worker.contains(harmful), "{harmful}");
     }
     assert!(setting(&worker, "Delegate").contains("memory"));
+    // NoNewPrivileges keeps CUDA from making the cards' device files.
+    let before_start = setting(&worker, "ExecStartPre");
+    assert!(
+        before_start.starts_with("-+") && before_start.contains("nvidia-modprobe"),
+        "{before_start}"
+    );
 
     let images = read_deploy_file("docker/Dockerfile");
     let mut users = Vec::new();
