@@ -275,6 +275,9 @@ make_user() { # NAME: also the name of its folder
   if ! id "$1" >/dev/null 2>&1; then
     run useradd --system --home-dir "/var/lib/$1" --create-home --shell /usr/sbin/nologin "$1"
     run chmod 0700 "/var/lib/$1"
+  elif [ ! -d "/var/lib/$1" ]; then
+    # The user is kept by --uninstall, and its data was removed. A service does not start without its folder.
+    run install -d -m 0700 -o "$1" -g "$(id -gn "$1")" "/var/lib/$1"
   fi
   if [ "$1" = aitk-worker ]; then
     # Some distributions let only these groups use GPUs.
@@ -360,6 +363,9 @@ uninstall() {
     program=$bin/$(program_of "$part")
     if [ -e "$program" ]; then remove "$program"; fi
   done
+  if [ "$system" = Linux ] && [ -e "$destdir/etc/systemd/system/aitk-backup.timer" ]; then
+    say "not removed, because this script did not write it: $destdir/etc/systemd/system/aitk-backup.timer (deploy/README.md)"
+  fi
   say "Configuration, data and users are kept: /etc/aitk, /var/lib/aitk and /var/lib/aitk-worker (on a Mac ~/.config/aitk and ~/.local/share/aitk)."
 }
 
