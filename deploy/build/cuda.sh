@@ -16,6 +16,8 @@
 # Exit codes: 0 done, 1 a build or check failed, 3 the tools cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+# From here, whatever the folder was in which it was called.
+this_script=deploy/build/cuda.sh
 
 say() { printf 'cuda.sh: %s\n' "$*" >&2; }
 
@@ -23,7 +25,10 @@ mode=${1:-build}
 case $mode in
 build | --ci) ;;
 run) shift ;;
-*) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" && exit 2 ;;
+*)
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$this_script"
+  exit 2
+  ;;
 esac
 
 target=${CARGO_TARGET_DIR:-$PWD/target}
@@ -72,7 +77,7 @@ make_stub() {
 fingerprint() {
   {
     printf '%s\n' "$CUDA_COMPUTE_CAP" "${CUDA_HOME:-}" "$(rustc --version)"
-    cat "$0" Cargo.lock Cargo.toml clippy.toml
+    cat "$this_script" Cargo.lock Cargo.toml clippy.toml
     find cli common coordinator engine kernels proto tests worker -type f ! -path '*/fixtures/*' ! -path '*/target/*' -print0 | sort -z |
       xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1

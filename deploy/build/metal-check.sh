@@ -80,7 +80,7 @@ END
 # Hashes all inputs of the --ci check.
 fingerprint() {
   {
-    cat "$0" Cargo.lock Cargo.toml
+    cat deploy/build/metal-check.sh Cargo.lock Cargo.toml
     find common kernels engine -type f ! -path '*/tests/*' -print0 | sort -z | xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
