@@ -14,7 +14,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// `state="running"`.
@@ -52,6 +52,8 @@ pub(crate) struct Metrics {
     devices: Family<DeviceLabels, Gauge>,
     spans: Family<StateLabel, Gauge>,
     traces: Traces,
+    /// Held while gauges are set and written, so that one request does not remove those of another.
+    writing: Arc<Mutex<()>>,
 }
 
 /// Gauges that are computed when metrics are requested.
@@ -87,6 +89,7 @@ impl Metrics {
             devices: Family::default(),
             spans: Family::default(),
             traces: traces.clone(),
+            writing: Arc::default(),
         };
         let m = &metrics;
         // Counters begin at zero: an alert on `increase` does not see the first event of one that begins with it.
@@ -173,6 +176,7 @@ impl Metrics {
 
     /// Returns all metrics in the Prometheus text format.
     fn text(&self, now: GaugeValues) -> String {
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         // Remove labels of devices that are gone.
         self.devices.clear();
         for (state, count) in now.jobs {
