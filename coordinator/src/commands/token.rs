@@ -102,7 +102,7 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         ca => format!("{}.{ca}", made.secret),
     };
     eprintln!(
-        "token {} for {}, role {}{}",
+        "token {} for {}, role {}, {}",
         token.id,
         token.name,
         token.role,
@@ -126,10 +126,10 @@ fn describe_expiry(token: &v1::TokenInfo) -> String {
         .unwrap_or_default()
         .as_millis() as u64;
     match (token.revoked_ms, token.expires_ms) {
-        (Some(time), _) => format!(", revoked {}", date(time)),
-        (None, Some(time)) if time <= now => format!(", expired {}", date(time)),
-        (None, Some(time)) => format!(", until {}", date(time)),
-        (None, None) => ", without end".to_owned(),
+        (Some(time), _) => format!("revoked {}", date(time)),
+        (None, Some(time)) if time <= now => format!("expired {}", date(time)),
+        (None, Some(time)) => format!("until {}", date(time)),
+        (None, None) => "without end".to_owned(),
     }
 }
 
@@ -159,7 +159,7 @@ async fn list(args: ListArgs) -> anyhow::Result<()> {
             print_line(&value.to_string())?;
         } else {
             print_line(&format!(
-                "{:<12} {:<20} {:<10}{}",
+                "{:<12} {:<20} {:<10} {}",
                 token.id,
                 token.name,
                 token.role,

@@ -39,6 +39,9 @@ async fn tokens_are_created_listed_and_revoked_on_the_command_line() {
     let (success, listed, _) = run(&["token", "ls", "--json"]);
     let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
     assert!(success && listed["name"] == "anna" && listed["role"] == "viewer" && listed["revoked"].is_null());
+    let (_, columns, _) = run(&["token", "ls"]);
+    let columns: Vec<&str> = columns.split_whitespace().collect();
+    assert_eq!(columns[1..4], ["anna", "viewer", "until"], "{columns:?}");
     let (success, stdout, _) = run(&["token", "revoke", listed["id"].as_str().unwrap()]);
     assert!(success && stdout.contains("of anna (viewer) is revoked"), "{stdout}");
     let error = within(anna.jobs.clone().info(v1::InfoRequest {})).await.unwrap_err();
