@@ -313,9 +313,10 @@ next_steps() {
       say "Coordinator, the first time (for other machines also AITK_BIND=0.0.0.0:7420 in $(config_of coordinator)):"
       say "  sudo -u aitk $prefix/bin/aitk-coordinator init --data-dir /var/lib/aitk --hostname NAME"
       say "  sudo systemctl enable --now aitk-coordinator"
+      say "then for each user: sudo -u aitk $prefix/bin/aitk-coordinator token create USER --role submitter --data-dir /var/lib/aitk"
       ;;
     Linux,worker)
-      say "Worker, the first time (the token: \`aitk-coordinator worker join-token\` on the server):"
+      say "Worker, the first time, with a token from the server (there: sudo -u aitk aitk-coordinator worker join-token --data-dir /var/lib/aitk):"
       if [ -e /var/lib/aitk/worker/identity.json ] && [ ! -e /var/lib/aitk-worker/identity.json ]; then
         say "  (this machine has a worker of an earlier version in /var/lib/aitk/worker: deploy/README.md describes how to move it)"
       fi
@@ -323,7 +324,7 @@ next_steps() {
       say "  sudo systemctl enable --now aitk-worker"
       ;;
     Darwin,worker)
-      say "Worker, the first time (the token: \`aitk-coordinator worker join-token\` on the server):"
+      say "Worker, the first time, with a token from the server (there: sudo -u aitk aitk-coordinator worker join-token --data-dir /var/lib/aitk):"
       say "  $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN"
       say "  launchctl load -w $(unit_of worker)"
       ;;
