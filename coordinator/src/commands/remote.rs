@@ -1,12 +1,12 @@
 //! Connects a command to the running coordinator.
 
 use super::console::default_data_dir;
+use aitk_common::error_chain::error_chain;
 use aitk_common::security::ca::CERT_FILE;
 use aitk_common::security::join;
 use aitk_common::security::token::Token;
 use aitk_coordinator::{ClientAddress, ca_folder};
 use aitk_proto::client::{Clients, connect};
-use anyhow::Context;
 use clap::Args;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -71,8 +71,13 @@ impl RemoteArgs {
             Some(path) => Token::read(path)?,
             None => match Token::from_env(&|name| std::env::var(name).ok())? {
                 Some(token) => token,
-                None => Token::read(&dir()?.join("token"))
-                    .context("no token was given, and that in the data folder cannot be used")?,
+                None => Token::read(&dir()?.join("token")).map_err(|error| {
+                    anyhow::anyhow!(
+                        "no token was given, and that in the data folder cannot be used: {}; if the coordinator is a service, run \
+                         the command as its user and with its folder: sudo -u aitk aitk-coordinator … --data-dir /var/lib/aitk",
+                        error_chain(&error)
+                    )
+                })?,
             },
         };
         // The data folder contains the authority of the coordinator's certificate.

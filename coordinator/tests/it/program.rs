@@ -43,3 +43,19 @@ fn variables_set_options_that_have_no_value() {
         assert_eq!(output.status.code(), Some(2), "{name} {output:?}");
     }
 }
+
+#[test]
+fn a_command_without_a_token_says_how_it_reaches_a_service() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = run(
+        folder.path(),
+        &["worker", "join-token"],
+        &[("AITK_TOKEN", ""), ("AITK_TOKEN_FILE", "")],
+    );
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success(), "{stderr}");
+    assert!(
+        stderr.contains("sudo -u aitk") && stderr.contains("token file"),
+        "{stderr}"
+    );
+}
