@@ -69,7 +69,7 @@ if [ -n "$from" ] && [ "$cpu" = yes ]; then fail 2 "--cpu cannot be used with --
 system=$(uname -s)
 case $system in
 Linux | Darwin) ;;
-*) fail 3 "$system is not supported, only Linux and macOS; \`cargo install --path cli\` installs the command line on other systems" ;;
+*) fail 3 "$system is not supported, only Linux and macOS; \`cargo install --locked --path cli\` installs the command line on other systems" ;;
 esac
 root=no
 if [ "$(id -u)" = 0 ]; then root=yes; fi

@@ -159,7 +159,7 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     if args.thorough {
         return Err(
             Failure::failed("this aitk was built as a small client, without `aitk doctor --thorough`")
-                .hint("build it with the default features: cargo install --path cli"),
+                .hint("build it with the default features: cargo install --locked --path cli"),
         );
     }
     #[cfg(feature = "embedded")]

@@ -118,6 +118,6 @@ fn not_embedded(command: &str) -> Failure {
     Failure::failed(format!(
         "this aitk was built as a small client, without `aitk {command}`"
     ))
-    .hint("build it with the default features: cargo install --path cli")
+    .hint("build it with the default features: cargo install --locked --path cli")
     .hint("or submit to a coordinator: aitk submit CONFIG --server URL")
 }
