@@ -11,7 +11,8 @@ Nothing is started; the next steps are printed. Run it again to install a newer 
 
   --prefix DIR    install programs into DIR/bin (default: /usr/local as root, else ~/.local)
   --from DIR      install programs that were built already (default: build them with cargo)
-  --cpu           build for the CPU only (default: with CUDA if nvcc is found, with Metal on an Apple Silicon Mac)
+  --cpu           build for the CPU only (default: with CUDA if nvcc is found, else for the CPU if there is no NVIDIA card; with Metal on
+                  an Apple Silicon Mac)
   --no-service    install programs only
   --destdir DIR   install everything below DIR, for a package; do not change users and services of this machine
   --uninstall     remove programs and services that this script installed; keep configuration and data
@@ -174,7 +175,8 @@ build() {
     fail 3 "this user has no cargo: install Rust (https://rustup.rs), or build as another user and install the programs with --from target/release"
   command -v cc >/dev/null || fail 3 "there is no C compiler (cc): install one (Debian: build-essential, macOS: xcode-select --install)"
   feature=''
-  if [ "$cpu" = no ]; then
+  # The coordinator alone does not compute.
+  if [ "$cpu" = no ] && [ -n "${parts# coordinator}" ]; then
     case $system,$(uname -m) in
     Darwin,arm64) feature=metal ;;
     Linux,*)
@@ -184,6 +186,9 @@ build() {
           break
         fi
       done
+      if [ -z "$feature" ] && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+        fail 3 "this machine has an NVIDIA card, but no nvcc to build for it: install the CUDA toolkit, or run deploy/build/cuda.sh and use --from target/cuda/release, or use --cpu"
+      fi
       ;;
     esac
   fi
