@@ -263,7 +263,7 @@ unit_text() {
 config_text() {
   say "# Options of aitk-$1, one NAME=VALUE per line; \`aitk-$1 --help\` lists them. Never overwritten by install.sh."
   case $1 in
-  worker) printf '%s\n' '#AITK_DEVICES=cuda:0' '#AITK_CACHE_GIB=100' '#AITK_WORKER_NAME=box-3' '#AITK_LABELS=zone=lab' ;;
+  worker) printf '%s\n' '#AITK_DEVICES=cuda:0' '#AITK_CACHE_GIB=100' '#AITK_LABELS=zone=lab' ;;
   coordinator) printf '%s\n' '#AITK_BIND=0.0.0.0:7420' '#AITK_DATABASE=postgres://aitk@db.lab/aitk?sslmode=verify-full' '#AITK_KEEP_JOBS_DAYS=90' ;;
   esac
 }
@@ -325,7 +325,7 @@ next_steps() {
       if [ -e /var/lib/aitk/worker/identity.json ] && [ ! -e /var/lib/aitk-worker/identity.json ]; then
         say "  (this machine has a worker of an earlier version in /var/lib/aitk/worker: deploy/README.md describes how to move it)"
       fi
-      say "  sudo -u aitk-worker $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN --data-dir /var/lib/aitk-worker"
+      say "  sudo -u aitk-worker $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN --name NAME --data-dir /var/lib/aitk-worker"
       say "  sudo systemctl enable --now aitk-worker"
       ;;
     Darwin,worker)

@@ -114,7 +114,7 @@ struct Daemon {
     /// A PEM file with the certificate authority to trust.
     #[arg(long, env = "AITK_CA_FILE")]
     ca_file: Option<PathBuf>,
-    /// The worker's display name. Default: the name of the machine.
+    /// The worker's display name, if it has a token. One that joined keeps the name of `join`. Default: the name of the machine.
     #[arg(long, env = "AITK_WORKER_NAME")]
     name: Option<String>,
     /// The worker's data folder: cache and running attempts. Default: ~/.local/share/aitk/worker.
@@ -347,7 +347,15 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.ca_file = options.ca_file;
     config.traces = Traces::from_environment();
     if let Some(name) = options.name {
-        config.name = name;
+        match &config.identity {
+            Some(joined) if joined.name.as_str() != name => tracing::warn!(
+                given = name,
+                joined = %joined.name,
+                "--name has no effect: this worker has the name with which it joined. To change it, run `aitk-coordinator worker revoke` \
+                 for that name, and `aitk-worker join --name` again"
+            ),
+            _ => config.name = name,
+        }
     }
     config.labels = options.labels.into_iter().collect();
     config.progress_timeout = options.progress_timeout;
