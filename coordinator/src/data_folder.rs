@@ -37,6 +37,12 @@ pub(crate) fn create(path: &Path) -> Result<PathBuf, DataFolderError> {
         source,
     };
     let path = std::path::absolute(path).map_err(failed)?;
+    create_private(&path).map_err(failed)?;
+    Ok(path)
+}
+
+/// Creates a folder that only its owner can access, unless there is one.
+fn create_private(path: &Path) -> io::Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true);
     #[cfg(unix)]
@@ -44,8 +50,7 @@ pub(crate) fn create(path: &Path) -> Result<PathBuf, DataFolderError> {
         use std::os::unix::fs::DirBuilderExt;
         builder.mode(0o700);
     }
-    builder.create(&path).map_err(failed)?;
-    Ok(path)
+    builder.create(path)
 }
 
 /// Locks the data folder. The system releases the lock when the process ends, however that happens.
@@ -76,7 +81,7 @@ pub(crate) fn lock(data_dir: &Path) -> Result<File, DataFolderError> {
 
 pub(crate) fn local_storage_url(data_dir: &Path) -> Result<String, DataFolderError> {
     let path = data_dir.join("storage");
-    std::fs::create_dir_all(&path).map_err(|source| DataFolderError::Unusable {
+    create_private(&path).map_err(|source| DataFolderError::Unusable {
         path: path.clone(),
         source,
     })?;
@@ -98,5 +103,5 @@ pub(crate) fn recreate(folder: &Path) -> Result<(), DataFolderError> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
         _ => {}
     }
-    std::fs::create_dir_all(folder).map_err(failed)
+    create_private(folder).map_err(failed)
 }

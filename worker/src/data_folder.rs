@@ -77,7 +77,8 @@ impl DataFolder {
             folders.hub(),
             folders.derived(),
         ] {
-            fsutil::create_dir_all(&folder)?;
+            // The data folder may have been made with permissions for others.
+            fsutil::create_private_dir(&folder)?;
         }
         Ok(folders)
     }
@@ -156,6 +157,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let folders = DataFolder::open(folder.path()).unwrap();
         assert_eq!(folders.worker_id(), None);
+        #[cfg(unix)]
+        for private in [folders.attempts(), folders.trees(), folders.hub()] {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = fs::metadata(&private).unwrap().permissions().mode() & 0o777;
+            assert_eq!(mode, 0o700, "{}", private.display());
+        }
         folders.save_worker_id(&WorkerId::new("w-1")).unwrap();
         let leftover = folders.attempt(&AttemptId::new("a-1")).join("output");
         fs::create_dir_all(&leftover).unwrap();

@@ -58,7 +58,7 @@ impl UncommittedCheckpoints {
     /// attempts. Also returns those attempt folders whose checkpoint could not be moved, for example on a full disk:
     /// the next start tries again.
     pub(crate) fn open(folder: PathBuf, attempts: &Path) -> Result<(Self, Vec<PathBuf>), FsError> {
-        fsutil::create_dir_all(&folder)?;
+        fsutil::create_private_dir(&folder)?;
         let store = Self {
             folder,
             state: Mutex::default(),

@@ -19,6 +19,20 @@ fn options(path: &Path) -> SqliteConnectOptions {
         .busy_timeout(Duration::from_secs(10))
 }
 
+/// Creates an empty file that only its owner can read, unless there is one: configs of jobs may contain secrets, and the data folder
+/// may have been made by somebody with other permissions. SQLite gives the files beside it the same mode, and reports
+/// what is wrong if this fails.
+fn create_private(path: &Path) {
+    let mut options = std::fs::File::options();
+    options.create(true).append(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        options.mode(0o600);
+    }
+    let _ = options.open(path);
+}
+
 impl SqlStore {
     /// Opens the file, creates it if necessary, and migrates it to this version's schema.
     ///
@@ -34,6 +48,7 @@ impl SqlStore {
             database: path.display().to_string(),
             source,
         };
+        create_private(path);
         let options = options(path)
             .create_if_missing(true)
             .journal_mode(SqliteJournalMode::Wal)

@@ -213,12 +213,17 @@ async fn invalid_settings_and_data_folders_prevent_the_start() {
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;
-        let mode = std::fs::metadata(dir.path().join("token"))
-            .unwrap()
-            .permissions()
-            .mode()
-            & 0o777;
-        assert_eq!(mode, 0o600);
+        // The data folder may exist before, with permissions for others.
+        for (name, expected) in [
+            ("token", 0o600),
+            ("aitk.db", 0o600),
+            ("aitk.db-wal", 0o600),
+            ("storage", 0o700),
+            ("transit", 0o700),
+        ] {
+            let mode = std::fs::metadata(dir.path().join(name)).unwrap().permissions().mode() & 0o777;
+            assert_eq!(mode, expected, "{name}");
+        }
     }
     within(first.shutdown()).await;
     let restarted = start(config(dir.path(), LONG_LEASE)).await.unwrap();
