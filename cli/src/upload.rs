@@ -26,8 +26,8 @@ use tokio_stream::wrappers::ReceiverStream;
 const HAS_BATCH: usize = 1000;
 /// The largest number of concurrent uploads, enough to use the bandwidth with small files.
 const MAX_CONCURRENT_FILES: usize = 8;
-/// Number of pieces read ahead per file, of at most 1 MiB each.
-const READ_AHEAD: usize = 4;
+/// Number of pieces read ahead per file: 4 MiB.
+const READ_AHEAD: usize = 16;
 /// How often an upload is attempted.
 const MAX_ATTEMPTS: u32 = 5;
 /// How often the progress bar is updated.

@@ -43,5 +43,6 @@ pub fn encoded_len(message: &impl prost::Message) -> usize {
     message.encoded_len()
 }
 
-/// The size limit of a blob chunk in one message, in bytes.
-pub const BLOB_CHUNK_BYTES: usize = 1 << 20;
+/// The size of a blob chunk in one message, in bytes. Both sides end a transfer when no whole message arrives for a minute, and on a slow
+/// line several transfers share its rate.
+pub const BLOB_CHUNK_BYTES: usize = 256 << 10;

@@ -25,7 +25,7 @@ use tonic::{Code, Status, Streaming};
 /// The most hashes in one `Has` call.
 const MAX_HASHES: usize = 1000;
 /// The capacity of the channel between file and socket in chunks: 4 MiB.
-const CHANNEL_CHUNKS: usize = 4;
+const CHANNEL_CHUNKS: usize = 16;
 /// The timeout for sending or receiving a chunk.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout for the response after the last byte, while the coordinator uploads the blob to its own storage.

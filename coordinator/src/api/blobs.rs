@@ -30,10 +30,12 @@ const MAX_HASHES: usize = 1000;
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Minimum average rate of an upload after its first minute, in bytes per second: a tenth of a slow line.
 const MIN_UPLOAD_RATE: u64 = 8 << 10;
+// At the lowest rate a chunk arrives before the transfer counts as idle.
+const _: () = assert!(BLOB_CHUNK_BYTES as u64 <= MIN_UPLOAD_RATE * IDLE_TIMEOUT.as_secs());
 /// Bytes read from the storage at once.
 const READ_BYTES: u64 = 4 << 20;
 /// Chunks buffered for the socket: at most 4 MiB per transfer.
-const WIRE_BUFFER: usize = 4;
+const WIRE_BUFFER: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct BlobsApi(pub(super) Shared);
