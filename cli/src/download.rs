@@ -15,8 +15,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use wildmatch::WildMatch;
 
-/// How often a download is attempted.
+/// How often a download is attempted that gets no further.
 const MAX_ATTEMPTS: u32 = 4;
+/// The pause before the second attempt; each is twice the one before.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
 /// A stream without data for this long counts as broken.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -103,10 +105,16 @@ pub async fn fetch(
     fsutil::create_dir_all(folder).map_err(|error| disk_failure(&error))?;
     let mut partial = PartialFile::open(folder, hash, bytes)?;
     progress(i64::try_from(partial.hasher.bytes).unwrap_or(i64::MAX));
-    let mut pause = Duration::from_millis(250);
-    let mut attempt = 1;
+    let (mut pause, mut attempt) = (FIRST_PAUSE, 1);
+    let mut furthest = partial.hasher.bytes;
     loop {
-        match try_fetch(api, hash, bytes, path, &mut partial, &mut progress).await {
+        let tried = try_fetch(api, hash, bytes, path, &mut partial, &mut progress).await;
+        // A large file takes hours on a slow line, and its connection may break more than once.
+        if partial.hasher.bytes > furthest {
+            furthest = partial.hasher.bytes;
+            (pause, attempt) = (FIRST_PAUSE, 1);
+        }
+        match tried {
             Ok(()) => return partial.publish(path),
             Err(failure) if failure.exit == Exit::Unreachable && attempt < MAX_ATTEMPTS => {
                 tracing::debug!(%failure, attempt, "download broke off");

@@ -16,6 +16,7 @@ use bytes::Bytes;
 use std::future::Future;
 use std::io::{Seek, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::{Mutex, mpsc};
@@ -33,7 +34,7 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(600);
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// The default time for which a failing call is retried.
+/// The default time for which a failing call is retried. A download that was resumed has it again after each break.
 pub const DEFAULT_BUDGET: Duration = Duration::from_secs(180);
 
 /// A blob store behind the coordinator. Cheap to clone.
@@ -96,32 +97,12 @@ impl RemoteBlobs {
         &self,
         what: &'static str,
         hash: Option<ContentHash>,
-        mut call: impl FnMut() -> F,
+        call: impl FnMut() -> F,
     ) -> Result<T, StorageError>
     where
         F: Future<Output = Result<T, Failure>>,
     {
-        let begin = Instant::now();
-        let mut backoff = Backoff::new(FIRST_RETRY_DELAY, MAX_RETRY_DELAY, self.budget);
-        loop {
-            let status = match call().await {
-                Ok(value) => return Ok(value),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Status(status)) => status,
-            };
-            if !is_retryable(&status) {
-                return Err(final_error(what, hash, &status));
-            }
-            let Some(delay) = backoff.next_delay() else {
-                let message = format!("through the coordinator: {}", status.message());
-                return Err(StorageError::Unavailable {
-                    what,
-                    after: begin.elapsed(),
-                    message,
-                });
-            };
-            tokio::time::sleep(delay).await;
-        }
+        retry_while_it_progresses(self.budget, what, hash, &AtomicU64::new(0), call).await
     }
 
     async fn exists(&self, hash: ContentHash) -> Result<bool, StorageError> {
@@ -199,6 +180,47 @@ impl RemoteBlobs {
             Some(v1::get_blob_reply::Part::Header(header)) => Ok((header, parts)),
             _ => Err(Failure::Status(Status::internal("a blob without a header"))),
         }
+    }
+}
+
+/// Retries a call until it succeeds, fails permanently, or the budget is used up. The budget begins again when a call fails that got
+/// further than any before it: a large blob takes hours on a slow line, and its connection may break more than once.
+async fn retry_while_it_progresses<T, F>(
+    budget: Duration,
+    what: &'static str,
+    hash: Option<ContentHash>,
+    received: &AtomicU64,
+    mut call: impl FnMut() -> F,
+) -> Result<T, StorageError>
+where
+    F: Future<Output = Result<T, Failure>>,
+{
+    let start = || (Instant::now(), Backoff::new(FIRST_RETRY_DELAY, MAX_RETRY_DELAY, budget));
+    let (mut begin, mut backoff) = start();
+    let mut furthest = 0;
+    loop {
+        let status = match call().await {
+            Ok(value) => return Ok(value),
+            Err(Failure::Final(error)) => return Err(error),
+            Err(Failure::Status(status)) => status,
+        };
+        if !is_retryable(&status) {
+            return Err(final_error(what, hash, &status));
+        }
+        let reached = received.load(Ordering::Relaxed);
+        if reached > furthest {
+            furthest = reached;
+            (begin, backoff) = start();
+        }
+        let Some(delay) = backoff.next_delay() else {
+            let message = format!("through the coordinator: {}", status.message());
+            return Err(StorageError::Unavailable {
+                what,
+                after: begin.elapsed(),
+                message,
+            });
+        };
+        tokio::time::sleep(delay).await;
     }
 }
 
@@ -329,7 +351,8 @@ impl BlobStore for RemoteBlobs {
     async fn get_to_file(&self, hash: ContentHash, path: &Path) -> Result<u64, StorageError> {
         // Kept between attempts, so that only the rest is downloaded after a broken connection.
         let partial: Mutex<Option<Partial>> = Mutex::new(None);
-        self.retry("fetch a blob", Some(hash), || async {
+        let written = AtomicU64::new(0);
+        retry_while_it_progresses(self.budget, "fetch a blob", Some(hash), &written, || async {
             let (mut file, mut received) = match partial.lock().await.take() {
                 Some(partial) => (partial.file, partial.received),
                 None => {
@@ -370,12 +393,13 @@ impl BlobStore for RemoteBlobs {
                 received = received.saturating_add(data.len() as u64);
                 let target = path.to_owned();
                 file = blocking(move || {
-                    let written = file.as_file_mut().write_all(&data);
-                    written
+                    let result = file.as_file_mut().write_all(&data);
+                    result
                         .map(|()| file)
                         .map_err(|error| FsError::new("write", target, error).into())
                 })
                 .await?;
+                written.store(received, Ordering::Relaxed);
             }
             if received != header.bytes {
                 // A download with more bytes than announced cannot be continued.
@@ -433,5 +457,35 @@ impl BlobStore for RemoteBlobs {
         Err(StorageError::Unsupported {
             what: "list blobs through the coordinator",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Calls that fail this many times, each after `more` further bytes. Returns how often it was called.
+    async fn calls(failures: u32, more: u64) -> (Result<(), StorageError>, u32) {
+        let (received, mut count) = (AtomicU64::new(0), 0);
+        let result = retry_while_it_progresses(Duration::from_secs(1), "fetch a blob", None, &received, || {
+            count += 1;
+            received.fetch_add(more, Ordering::Relaxed);
+            let result = match count > failures {
+                true => Ok(()),
+                false => Err(Failure::Status(Status::unavailable("lost"))),
+            };
+            async { result }
+        })
+        .await;
+        (result, count)
+    }
+
+    #[tokio::test]
+    async fn a_download_that_progresses_is_continued_however_often_it_breaks() {
+        let (result, count) = calls(6, 1).await;
+        assert!(result.is_ok() && count == 7, "{result:?} {count}");
+        let (result, count) = calls(u32::MAX, 0).await;
+        assert!(matches!(result, Err(StorageError::Unavailable { .. })), "{result:?}");
+        assert!(count < 7, "the delays double, and a second is over: {count}");
     }
 }

@@ -106,11 +106,28 @@ async fn a_broken_download_continues_where_it_stopped() {
     let received = line.received.load(Ordering::SeqCst);
     assert!(received < (BYTES + (BYTES >> 1)) as u64, "{received} bytes for {BYTES}");
 
+    // A connection that breaks more often than a download without progress is attempted.
+    let line = FlakyProxy::to(coordinator.addr, 6 << 20).await;
+    let api = Api::connect(&line.url, &coordinator.token, None).await.unwrap();
+    let target = folder.path().join("got/often.bin");
+    fetch(&api, hash, BYTES as u64, &target, |_| {}).await.unwrap();
+    assert!(std::fs::read(&target).unwrap() == content, "wrong content");
+    std::fs::remove_file(&target).unwrap();
+
     // Across two commands: the first gives up, and the second continues with its data.
     let line = FlakyProxy::to(coordinator.addr, 6 << 20).await;
     let api = Api::connect(&line.url, &coordinator.token, None).await.unwrap();
     let target = folder.path().join("got/two.bin");
-    let broken = fetch(&api, hash, BYTES as u64, &target, |_| {}).await.unwrap_err();
+    let mut had = 0;
+    let broken = fetch(&api, hash, BYTES as u64, &target, |more| {
+        had += more;
+        if had >= 2 << 20 {
+            // No later connection carries data.
+            line.max_bytes_per_connection.store(0, Ordering::SeqCst);
+        }
+    })
+    .await
+    .unwrap_err();
     assert_eq!(broken.exit.code(), 5, "{broken}");
     assert!(!target.exists());
     line.max_bytes_per_connection.store(u64::MAX, Ordering::SeqCst);
