@@ -36,7 +36,7 @@ use std::time::{Duration, SystemTime};
 
 /// The largest list of files that is read: some thousand entries.
 const MAX_LIST_BYTES: usize = 16 << 20;
-/// How often the download of a file is started or resumed before it fails.
+/// How often the download of a file is started or resumed without getting further before it fails.
 const MAX_TRIES: u32 = 6;
 
 /// The file that a program locks while it fetches into a folder.
@@ -375,11 +375,18 @@ impl Hub {
             return Ok((path, "took from Hugging Face's cache"));
         }
         let url = format!("{}/{repo}/resolve/{revision}/{}", self.client.endpoint(), file.name);
-        let mut delay = self.first_delay;
-        let mut tries = 0;
+        let (mut tries, mut delay) = (0, self.first_delay);
+        let mut furthest = download::received(&path);
         loop {
             tries += 1;
-            match download::download(&self.client, source, &url, file, &path).await {
+            let tried = download::download(&self.client, source, &url, file, &path).await;
+            // A large file takes hours on a slow line, and its connection may break more than once.
+            let received = download::received(&path);
+            if received > furthest {
+                furthest = received;
+                (tries, delay) = (1, self.first_delay);
+            }
+            match tried {
                 Err(HubError::Unavailable { what, problem }) if tries < MAX_TRIES => {
                     tracing::warn!(%what, %problem, "a download failed; trying again");
                     tokio::time::sleep(delay).await;
@@ -408,8 +415,7 @@ fn missing_bytes(source: &Source<'_>, file: &select::RemoteFile, folder: &Path, 
     if path.is_file() || is_linked() {
         return 0;
     }
-    let received = std::fs::metadata(download::part_of(&path)).map_or(0, |data| data.len());
-    file.bytes.saturating_sub(received)
+    file.bytes.saturating_sub(download::received(&path))
 }
 
 /// Waits until no other program fetches into this folder: `aitk run` keeps models in one folder for all its runs.

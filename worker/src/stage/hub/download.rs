@@ -8,8 +8,9 @@ use aitk_common::hash::ContentHash;
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_RANGE, RANGE};
 use std::fs::File;
+use std::io::SeekFrom;
 use std::path::{Path, PathBuf};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncSeekExt, AsyncWriteExt};
 
 /// Takes a file from the cache of Hugging Face's libraries. `false` if it is not there, or not what the hub announced.
 pub(super) async fn take_from(
@@ -44,10 +45,15 @@ pub(super) async fn take_from(
 }
 
 /// The file that an incomplete download of `path` is written to.
-pub(super) fn part_of(path: &Path) -> PathBuf {
+fn part_of(path: &Path) -> PathBuf {
     let mut part = path.as_os_str().to_owned();
     part.push(".part");
     part.into()
+}
+
+/// How many bytes an incomplete download of `path` has received.
+pub(super) fn received(path: &Path) -> u64 {
+    std::fs::metadata(part_of(path)).map_or(0, |data| data.len())
 }
 
 /// Fetches the missing part of `file`; when it is complete, verifies it and renames it.
@@ -59,7 +65,7 @@ pub(super) async fn download(
     path: &Path,
 ) -> Result<(), HubError> {
     let part = &part_of(path);
-    let received = std::fs::metadata(part).map_or(0, |data| data.len());
+    let received = received(path);
     if received > file.bytes {
         fsutil::remove(part)?;
         return Box::pin(download(hub, source, url, file, path)).await;
@@ -118,18 +124,22 @@ async fn receive(
     }
     let failed = |error| FsError::new("write", part, error);
     let mut options = tokio::fs::OpenOptions::new();
-    options
-        .create(true)
-        .write(true)
-        .append(is_partial)
-        .truncate(!is_partial);
+    options.create(true).write(true).truncate(!is_partial);
     let mut out = options.open(part).await.map_err(failed)?;
     let mut length = if is_partial { received } else { 0 };
-    while let Some(bytes) = response
-        .chunk()
-        .await
-        .map_err(|error| hub.connection_error(&file.name, &error))?
-    {
+    // Not in append mode: the last write of a download that was dropped may still be under way on another thread, and must not move
+    // what follows.
+    out.seek(SeekFrom::Start(length)).await.map_err(failed)?;
+    loop {
+        let bytes = match response.chunk().await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => break,
+            Err(error) => {
+                // The next try continues after what is written.
+                out.flush().await.map_err(failed)?;
+                return Err(hub.connection_error(&file.name, &error));
+            }
+        };
         length += bytes.len() as u64;
         if length > file.bytes {
             // More bytes than announced: this is another file.
@@ -143,7 +153,7 @@ async fn receive(
         }
         out.write_all(&bytes).await.map_err(failed)?;
     }
-    out.sync_all().await.map_err(failed)?;
+    out.flush().await.map_err(failed)?;
     if length < file.bytes {
         let problem = format!("the connection broke after {length} of {} bytes", file.bytes);
         return Err(HubError::Unavailable {
@@ -154,15 +164,19 @@ async fn receive(
     Ok(())
 }
 
-/// Returns what is wrong with the file, if anything.
+/// Returns what is wrong with the file. If nothing is, it survives a power cut from now on, also if another program wrote it.
 fn verify(path: &Path, expected: &RemoteFile) -> Result<Option<String>, FsError> {
-    let read = File::open(path).and_then(ContentHash::of_reader);
-    let (found, bytes) = read.map_err(|error| FsError::new("read", path, error))?;
+    let failed = |error| FsError::new("read", path, error);
+    let file = File::open(path).map_err(failed)?;
+    let (found, bytes) = ContentHash::of_reader(&file).map_err(failed)?;
     if bytes != expected.bytes {
         return Ok(Some(format!("{bytes} bytes instead of {}", expected.bytes)));
     }
     match expected.hash {
         Some(hash) if hash != found => Ok(Some(format!("its SHA-256 is {found} instead of {hash}"))),
-        _ => Ok(None),
+        _ => {
+            file.sync_all().map_err(|error| FsError::new("write", path, error))?;
+            Ok(None)
+        }
     }
 }

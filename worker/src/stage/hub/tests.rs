@@ -68,6 +68,28 @@ async fn a_model_is_fetched_once_and_an_interrupted_download_is_resumed() {
     ));
 }
 
+#[tokio::test]
+async fn a_download_that_gets_further_is_resumed_however_often_it_breaks() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    let weights: Vec<u8> = (0..100_000_u32).flat_map(|at| at.to_le_bytes()).collect();
+    let name = "unet/diffusion_pytorch_model.safetensors";
+    server.publish(&[
+        ("model_index.json", INDEX),
+        ("unet/config.json", b"{}"),
+        (name, &weights),
+    ]);
+    {
+        let mut state = server.state.lock().unwrap();
+        state.cut = Some(format!("/org/tiny/resolve/abc123/{name}"));
+        state.more_cuts = MAX_TRIES + 2;
+    }
+    let hub = server.hub(folder.path());
+    let model = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
+    assert_eq!(std::fs::read(model.join(name)).unwrap(), weights);
+    assert_eq!(server.state.lock().unwrap().cut, None);
+}
+
 /// Before, nothing removed the download of a model that no later job needed, and it could keep a disk full.
 #[tokio::test]
 async fn an_interrupted_download_that_nobody_resumes_is_removed() {

@@ -18,6 +18,8 @@ pub(super) struct ServerState {
     pub(super) status: Option<u16>,
     /// Closes the connection after half of this path, once.
     pub(super) cut: Option<String>,
+    /// How often it does so again.
+    pub(super) more_cuts: u32,
     pub(super) requests: Vec<String>,
     /// Requests without a token are refused.
     pub(super) private: bool,
@@ -171,8 +173,14 @@ async fn serve(mut stream: TcpStream, state: Arc<Mutex<ServerState>>) {
                     rest.len(),
                     range.unwrap_or_default()
                 );
-                let cut = state.cut.take_if(|cut| *cut == path).is_some();
-                let sent = if cut { rest[..rest.len() / 2].to_vec() } else { rest };
+                let is_cut = state.cut.as_ref() == Some(&path);
+                if is_cut {
+                    match state.more_cuts.checked_sub(1) {
+                        Some(left) => state.more_cuts = left,
+                        None => state.cut = None,
+                    }
+                }
+                let sent = if is_cut { rest[..rest.len() / 2].to_vec() } else { rest };
                 (answer, sent)
             }
         }
