@@ -29,8 +29,10 @@ const MAX_HASHES: usize = 1000;
 const CHANNEL_CHUNKS: usize = 16;
 /// The timeout for sending or receiving a chunk.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// The timeout for the response after the last byte, while the coordinator uploads the blob to its own storage.
+/// The timeout for a response, besides the time in which the coordinator uploads a blob to its own storage.
 const STORE_TIMEOUT: Duration = Duration::from_secs(600);
+/// The lowest rate of that upload in bytes per second; slower ones count as stuck. Several uploads may share a slow line.
+const MIN_STORE_RATE: u64 = 32 << 10;
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
@@ -62,6 +64,11 @@ impl From<StorageError> for Failure {
     fn from(error: StorageError) -> Self {
         Self::Final(error)
     }
+}
+
+/// The timeout for the response after the last byte of a blob.
+fn store_timeout(bytes: u64) -> Duration {
+    STORE_TIMEOUT + Duration::from_secs(bytes / MIN_STORE_RATE)
 }
 
 fn timed_out() -> Failure {
@@ -153,7 +160,7 @@ impl RemoteBlobs {
             answer = &mut call => return answer.map(|_| ()).map_err(Failure::Status),
             fed = &mut feed => fed?,
         }
-        match tokio::time::timeout(STORE_TIMEOUT, call).await {
+        match tokio::time::timeout(store_timeout(bytes), call).await {
             Ok(answer) => answer.map(|_| ()).map_err(Failure::Status),
             Err(_) => Err(timed_out()),
         }
@@ -478,6 +485,14 @@ mod tests {
         })
         .await;
         (result, count)
+    }
+
+    #[test]
+    fn a_large_blob_has_time_to_reach_the_coordinators_storage_over_a_slow_line() {
+        // 24 GiB at a quarter of 1.5 Mbit/s.
+        let bytes = 24 << 30;
+        assert!(store_timeout(bytes) >= Duration::from_secs(bytes / (1_500_000 / 8 / 4)));
+        assert_eq!(store_timeout(0), STORE_TIMEOUT);
     }
 
     #[tokio::test]
