@@ -97,11 +97,12 @@ fn io_error(error: &object_store::Error) -> Option<std::io::Error> {
 }
 
 /// Parses the HTTP status of a permanent client error from the message, because `object_store` does not expose it. 408 and 429
-/// are retryable.
+/// are retryable, and so is 400 with the code by which S3 says 408: a body stalled.
 fn client_error_status(message: &str) -> Option<u16> {
     let (_, rest) = message.split_once("status code: ")?;
     let status: u16 = rest.get(..3)?.parse().ok()?;
-    ((400..500).contains(&status) && status != 408 && status != 429).then_some(status)
+    let is_stalled = status == 408 || rest.contains("<Code>RequestTimeout</Code>");
+    ((400..500).contains(&status) && !is_stalled && status != 429).then_some(status)
 }
 
 /// Whether the bucket or container itself does not exist.
@@ -191,6 +192,9 @@ mod tests {
         );
         assert_eq!(client_error_status("… status code: 400 Bad Request: x"), Some(400));
         assert_eq!(client_error_status("… status code: 429 Too Many Requests"), None);
+        let stalled =
+            "… status code: 400 Bad Request: <Error><Code>RequestTimeout</Code><Message>Your socket connection";
+        assert_eq!(client_error_status(stalled), None);
         assert_eq!(client_error_status("… status code: 500 x"), None);
     }
 }
