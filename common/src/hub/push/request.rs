@@ -12,6 +12,8 @@ use std::time::Duration;
 pub(super) const MAX_ATTEMPTS: u32 = 5;
 /// How often a request is sent to a hub that says that it is busy.
 pub(super) const MAX_BUSY_ATTEMPTS: u32 = 8;
+/// Besides the errors of servers: what a hub answers when it is busy, and when a body stalled on its way.
+const BUSY: [StatusCode; 2] = [StatusCode::TOO_MANY_REQUESTS, StatusCode::REQUEST_TIMEOUT];
 /// The first and the longest wait before a request is sent again.
 const FIRST_DELAY: Duration = Duration::from_secs(1);
 const MAX_DELAY: Duration = Duration::from_secs(30);
@@ -125,8 +127,12 @@ impl Requests {
             .map_err(|error| PushError::Unavailable(format!("the response of {url} is invalid: {error}")))
     }
 
-    /// Sends a request until the hub is not busy.
-    async fn send(&self, url: &str, request: &(dyn Fn() -> RequestBuilder + Sync)) -> Result<Response, PushError> {
+    /// Sends a request until its receiver is not busy. `url` is its name in errors.
+    pub(super) async fn send(
+        &self,
+        url: &str,
+        request: &(dyn Fn() -> RequestBuilder + Sync),
+    ) -> Result<Response, PushError> {
         for attempt in 1.. {
             let answer = request().send().await;
             match wait(&answer, attempt) {
@@ -177,7 +183,7 @@ pub(super) fn wait(answer: &reqwest::Result<Response>, attempt: u32) -> Option<D
 /// As [`wait`]: `status` is that of the response, if one came, and `asked` its `Retry-After`.
 fn wait_after(status: Option<StatusCode>, asked: Option<Duration>, attempt: u32) -> Option<Duration> {
     let limit = match status {
-        Some(status) if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => MAX_BUSY_ATTEMPTS,
+        Some(status) if status.is_server_error() || BUSY.contains(&status) => MAX_BUSY_ATTEMPTS,
         Some(_) => return None,
         None => MAX_ATTEMPTS,
     };
@@ -255,6 +261,7 @@ mod tests {
         assert_eq!(seconds(503, None, 4), Some(8));
         assert_eq!(seconds(500, None, 7), Some(30));
         assert_eq!(seconds(503, None, 8), None);
+        assert_eq!(seconds(408, None, 1), Some(1));
         assert_eq!(seconds(429, Some(17), 1), Some(17));
         assert_eq!(seconds(429, Some(300), 1), Some(300));
         assert_eq!(seconds(429, Some(86_400), 1), None);
