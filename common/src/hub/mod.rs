@@ -60,22 +60,18 @@ fn gated_message(repo: &str, endpoint: &str, has_token: bool) -> String {
     )
 }
 
-/// Creates a client for the hub at `endpoint`. It follows redirects to other hosts only with TLS, and times out after a minute
-/// without data.
+/// Creates a client for the hub at `endpoint`. It follows redirects only with TLS, except within a hub without it, and times out after a
+/// minute without data.
 ///
 /// # Errors
 /// When TLS cannot be set up.
 pub fn client(endpoint: &str) -> reqwest::Result<Client> {
     install_tls();
-    let home = Url::parse(endpoint)
-        .ok()
-        .map(|url| (url.host_str().map(str::to_owned), url.port()));
+    let hub = Url::parse(endpoint).ok();
     let follow = redirect::Policy::custom(move |attempt| {
-        let to = attempt.url();
-        let same_host = home == Some((to.host_str().map(str::to_owned), to.port()));
         if attempt.previous().len() > 5 {
             attempt.error("too many redirections")
-        } else if to.scheme() == "https" || same_host {
+        } else if may_follow(hub.as_ref(), attempt.url()) {
             attempt.follow()
         } else {
             attempt.error("redirected to an address without TLS")
@@ -87,6 +83,11 @@ pub fn client(endpoint: &str) -> reqwest::Result<Client> {
         .read_timeout(Duration::from_secs(60))
         .redirect(follow)
         .build()
+}
+
+/// Whether a redirect may be followed. On a hub with TLS the same host and port without it may not: the request would have the token.
+fn may_follow(hub: Option<&Url>, to: &Url) -> bool {
+    to.scheme() == "https" || hub.is_some_and(|hub| hub.origin() == to.origin())
 }
 
 /// Chooses the provider of TLS.

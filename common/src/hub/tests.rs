@@ -178,3 +178,21 @@ async fn a_gated_repository_says_how_to_get_access() {
         assert!(text.contains(part), "{text}");
     }
 }
+
+#[test]
+fn a_redirect_leads_to_an_address_with_tls_or_stays_on_a_hub_without_it() {
+    let url = |text: &str| Url::parse(text).unwrap();
+    for (hub, to, is_followed) in [
+        ("https://hub.lab", "https://cdn.example.com/x", true),
+        ("http://hub.lab:9000", "http://hub.lab:9000/x", true),
+        ("http://hub.lab", "http://hub.lab:80/x", true),
+        ("http://hub.lab:9000", "http://hub.lab:9001/x", false),
+        ("http://hub.lab", "http://cdn.example.com/x", false),
+        // The same host and port.
+        ("https://hub.lab:8443", "http://hub.lab:8443/x", false),
+        ("https://hub.lab", "http://hub.lab/x", false),
+    ] {
+        assert_eq!(may_follow(Some(&url(hub)), &url(to)), is_followed, "{hub} {to}");
+    }
+    assert!(!may_follow(None, &url("http://hub.lab")));
+}
