@@ -2,7 +2,7 @@
 
 use crate::support::{Random, files_below, folder_for_role, reexecute};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::snapshot::{self, ScannedSnapshot, Snapshot, TransferProgress};
+use aitk_common::storage::snapshot::{self, ScannedSnapshot, Snapshot, SnapshotFile, TransferProgress};
 use aitk_common::storage::{BlobInfo, BlobStore, ObjectBlobs, StorageError, gc};
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -448,6 +448,29 @@ async fn a_forged_list_is_refused_before_a_file_is_written() {
         .unwrap_err();
     assert!(matches!(error, StorageError::Name(_)), "{error}");
     assert!(!place.path().join("deep").exists());
+}
+
+#[tokio::test]
+async fn a_list_with_sizes_that_no_disk_has_is_an_error() {
+    let place = tempfile::tempdir().unwrap();
+    let store = CountingStore::new(&place.path().join("store"));
+    let file = |path: &str| SnapshotFile {
+        path: path.to_owned(),
+        bytes: u64::MAX,
+        sha256: ContentHash::of(path.as_bytes()),
+    };
+    let list = Snapshot::new(vec![file("a"), file("b")], false).unwrap();
+    for content in ["a", "b"] {
+        let hash = ContentHash::of(content.as_bytes());
+        store.put_bytes(hash, content.into()).await.unwrap();
+    }
+    store.put_bytes(list.id(), list.to_bytes().into()).await.unwrap();
+    let (cache, target) = (place.path().join("cache"), place.path().join("target"));
+    let error = snapshot::materialise(&store, list.id(), &cache, &target, &mut |_| {})
+        .await
+        .unwrap_err();
+    assert!(matches!(error, StorageError::Malformed { .. }), "{error}");
+    assert!(!target.exists());
 }
 
 #[tokio::test]

@@ -37,7 +37,8 @@ pub async fn materialise(
     let sizes: BTreeMap<ContentHash, u64> = snapshot.files.iter().map(|file| (file.sha256, file.bytes)).collect();
     let mut done = TransferProgress {
         files_total: sizes.len() as u64,
-        bytes_total: sizes.values().sum(),
+        // A list may name sizes that no disk has.
+        bytes_total: sizes.values().copied().fold(0, u64::saturating_add),
         ..TransferProgress::default()
     };
     progress(done);
