@@ -28,8 +28,8 @@ const HAS_BATCH: usize = 1000;
 const MAX_CONCURRENT_FILES: usize = 8;
 /// Number of pieces read ahead per file: 4 MiB.
 const READ_AHEAD: usize = 16;
-/// How often an upload is attempted.
-const MAX_ATTEMPTS: u32 = 5;
+/// How often an upload is attempted: with half a minute of pauses, in which a coordinator restarts or another one becomes the leader.
+const MAX_ATTEMPTS: u32 = 8;
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
