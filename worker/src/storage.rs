@@ -106,7 +106,13 @@ impl StorageAccess {
                 Ok(value) => return Ok(value),
                 Err(error) => error,
             };
-            spent += started_at.elapsed() + delay;
+            let elapsed = started_at.elapsed();
+            let failing = match &error {
+                // The work may have gone on for hours before that.
+                StorageError::Unavailable { after, .. } => elapsed.min(*after),
+                _ => elapsed,
+            };
+            spent += failing + delay;
             let corrupt = matches!(error, StorageError::Corrupt { .. });
             if !(error.is_transient() || corrupt) || spent > timeout {
                 return Err(error);
@@ -234,6 +240,22 @@ mod tests {
             })
             .await;
         assert!(result.is_err() && (2..20).contains(&tries), "{tries}");
+
+        // An error that came after work which took longer than the timeout.
+        let mut tries = 0;
+        let result = access.retry(timeout, |_| {
+            tries += 1;
+            let is_first = tries == 1;
+            Box::pin(async move {
+                if !is_first {
+                    return Ok(());
+                }
+                sleep(timeout * 2).await;
+                Err(storage_error())
+            })
+        });
+        result.await.unwrap();
+        assert_eq!(tries, 2);
         access.connection_lost();
         assert!(access.route.borrow().is_none());
     }
