@@ -36,6 +36,17 @@ impl StorageAccess {
         }
     }
 
+    /// Access to this store, without a session.
+    #[cfg(test)]
+    pub(crate) fn with_store(store: Arc<dyn BlobStore>) -> Self {
+        let access = Self::new();
+        access.route.send_replace(Some(StorageRoute {
+            store,
+            through_coordinator: false,
+        }));
+        access
+    }
+
     /// Call this when a session opens: storage can be reached through it, or directly at `url`.
     pub(crate) fn connected(&self, clients: &Clients, url: Option<&str>) {
         let direct = url.filter(|url| has_credentials(url, |name| std::env::var_os(name).is_some()));

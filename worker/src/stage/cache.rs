@@ -14,7 +14,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 use tokio::sync::RwLock;
 
-type InUse = Arc<Mutex<HashMap<ContentHash, usize>>>;
+type InUse = Arc<Mutex<HashMap<ContentHash, SnapshotUse>>>;
+
+/// The use of a snapshot by attempts.
+#[derive(Debug, Default)]
+struct SnapshotUse {
+    attempts: usize,
+    staging: Arc<tokio::sync::Mutex<()>>,
+}
 
 /// Materialised snapshots, and the blobs that they are made of.
 #[derive(Debug)]
@@ -24,8 +31,6 @@ pub(crate) struct InputCache {
     quota: u64,
     /// A tree that was hashed longer ago than this is hashed again when it is used.
     verify_after: Duration,
-    /// Held during verification, so that two attempts do not fetch the same damaged tree twice.
-    verify_lock: tokio::sync::Mutex<()>,
     in_use: InUse,
     /// Locked for reading while something is added, for writing while something is removed.
     modify_lock: RwLock<()>,
@@ -36,14 +41,17 @@ pub(crate) struct InputCache {
 pub(crate) struct InputGuard {
     id: ContentHash,
     in_use: InUse,
+    /// Held while the snapshot is fetched and verified, so that two attempts do not fetch it twice. Other snapshots do not wait: on a slow
+    /// line fetching takes hours.
+    staging: Arc<tokio::sync::Mutex<()>>,
 }
 
 impl Drop for InputGuard {
     fn drop(&mut self) {
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = in_use.get_mut(&self.id) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(snapshot) = in_use.get_mut(&self.id) {
+            snapshot.attempts -= 1;
+            if snapshot.attempts == 0 {
                 in_use.remove(&self.id);
             }
         }
@@ -59,7 +67,6 @@ impl InputCache {
             trees,
             quota,
             verify_after,
-            verify_lock: tokio::sync::Mutex::default(),
             in_use: InUse::default(),
             modify_lock: RwLock::new(()),
         }
@@ -82,7 +89,7 @@ impl InputCache {
                 let tree = &tree;
                 Box::pin(async move { snapshot::materialise(store.as_ref(), id, &self.blobs, tree, &mut |_| {}).await })
             };
-            let _verifying = self.verify_lock.lock().await;
+            let _staging = guard.staging.lock().await;
             let mut list = storage.retry(timeout, fetch).await?;
             if let Err(error) = self.verify(&list, &tree).await {
                 warn(format!(
@@ -124,15 +131,13 @@ impl InputCache {
     }
 
     fn acquire(&self, id: ContentHash) -> InputGuard {
-        *self
-            .in_use
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .entry(id)
-            .or_default() += 1;
+        let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        let snapshot = in_use.entry(id).or_default();
+        snapshot.attempts += 1;
         InputGuard {
             id,
             in_use: Arc::clone(&self.in_use),
+            staging: Arc::clone(&snapshot.staging),
         }
     }
 
@@ -241,6 +246,8 @@ fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aitk_common::storage::ObjectBlobs;
+    use futures::FutureExt;
 
     /// A tree of one linked blob of `bytes`, used at `used` seconds.
     fn add(root: &Path, name: &str, bytes: usize, used: u64) -> ContentHash {
@@ -280,6 +287,28 @@ mod tests {
             [busy, old, new].map(exist),
             [(true, true), (false, false), (false, false)]
         );
+    }
+
+    #[tokio::test]
+    async fn an_attempt_waits_only_for_its_own_inputs_to_be_fetched() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::create_dir(path("data")).unwrap();
+        fs::write(path("data/a.txt"), "a cat").unwrap();
+        let scanned = snapshot::scan(&path("data"), &mut |_| {}).unwrap();
+        let store = ObjectBlobs::open("memory://").unwrap();
+        let here = snapshot::upload(&store, &scanned, &mut |_| {}).await.unwrap().id;
+        let storage = StorageAccess::with_store(Arc::new(store));
+        let cache = InputCache::new(path("blobs"), path("trees"), 1 << 20, Duration::from_secs(60));
+        let warn = |_: String| {};
+        let staged = |id| cache.materialise(&storage, Duration::from_secs(60), id, &warn);
+
+        let other = cache.acquire(ContentHash::of(b"another attempt fetches it"));
+        let _fetching = other.staging.lock().await;
+        let (tree, guard) = staged(here).await.unwrap();
+        assert_eq!(fs::read_to_string(tree.join("a.txt")).unwrap(), "a cat");
+        let _fetching = guard.staging.lock().await;
+        assert!(staged(here).now_or_never().is_none(), "the same inputs");
     }
 
     #[test]
