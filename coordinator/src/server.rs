@@ -42,8 +42,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
 
-/// HTTP/2 keep-alive interval and timeout of an idle connection.
+/// HTTP/2 keep-alive interval of an idle connection, and the timeout of a response: those of clients.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long a connection may take until its first authenticated call.
 pub(crate) const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(15);
 /// Maximum unauthenticated connections. Together with those of [`metrics`] fewer than half of the files that a process
@@ -81,7 +82,7 @@ pub fn start(config: Config) -> BoxFuture<'static, Result<CoordinatorHandle, Sta
 pub(crate) fn server_builder() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE))
-        .http2_keepalive_timeout(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
         .max_concurrent_streams(MAX_STREAMS)
         .tcp_nodelay(true)
 }
