@@ -26,6 +26,11 @@ use tokio_stream::wrappers::ReceiverStream;
 const HAS_BATCH: usize = 1000;
 /// The largest number of concurrent uploads, enough to use the bandwidth with small files.
 const MAX_CONCURRENT_FILES: usize = 8;
+/// The largest number of concurrent uploads of large files. Each has half of a slow line then, which the coordinator would otherwise end as
+/// too slow, and a broken connection costs two of them.
+const MAX_CONCURRENT_LARGE_FILES: usize = 2;
+/// The size from which a file is large, in bytes.
+const LARGE_FILE_BYTES: u64 = 8 << 20;
 /// Number of pieces read ahead per file: 4 MiB.
 const READ_AHEAD: usize = 16;
 /// How often an upload is attempted: with half a minute of pauses, in which a coordinator restarts or another one becomes the leader.
@@ -197,11 +202,16 @@ impl Upload {
             .missing
             .iter()
             .partition(|(_, _, source)| matches!(source, Source::Bytes(_)));
-        for group in [files, lists] {
+        let (large, small): (Vec<_>, Vec<_>) = files.into_iter().partition(|(_, bytes, _)| *bytes >= LARGE_FILE_BYTES);
+        for (group, max_concurrent) in [
+            (small, MAX_CONCURRENT_FILES),
+            (large, MAX_CONCURRENT_LARGE_FILES),
+            (lists, MAX_CONCURRENT_FILES),
+        ] {
             let sends = group
                 .into_iter()
                 .map(|(hash, bytes, source)| send_one(api, *hash, *bytes, source, &sent));
-            let mut sends = stream::iter(sends).buffer_unordered(MAX_CONCURRENT_FILES);
+            let mut sends = stream::iter(sends).buffer_unordered(max_concurrent);
             loop {
                 tokio::select! {
                     next = sends.next() => match next {
