@@ -96,9 +96,9 @@ fn link(from: &Path, to: &Path) -> Result<(), FsError> {
         return Err(failed(std::io::Error::other("it is not a regular file")));
     }
     if kind.is_file() {
-        return fs::hard_link(from, to)
-            .or_else(|_| fs::copy(from, to).map(drop))
-            .map_err(failed);
+        // A copy is synced: its announcement, which is, would otherwise outlive its content in a power cut.
+        let copied = || fs::copy(from, to).and_then(|_| fs::File::open(to)?.sync_all());
+        return fs::hard_link(from, to).or_else(|_| copied()).map_err(failed);
     }
     fsutil::create_dir_all(to)?;
     for entry in fs::read_dir(from).map_err(failed)? {
