@@ -185,9 +185,10 @@ fn needs_plain_http(
     let [endpoint_name, permission] = names;
     let Some(endpoint) = endpoint else { return Ok(false) };
     let parsed = Url::parse(&endpoint).map_err(|error| {
+        // Not the value, which may have a password.
         refuse(
             shown,
-            &format!("{endpoint_name} is {endpoint:?}: {error}; expected https://host:port"),
+            &format!("{endpoint_name} is no address: {error}; expected https://host:port"),
         )
     })?;
     if parsed.scheme() != "http" || allowed.is_some_and(|value| value == "true") {
@@ -195,8 +196,9 @@ fn needs_plain_http(
     }
     if !is_loopback(&parsed) {
         let message = format!(
-            "{endpoint_name} is {endpoint}, which sends the data unencrypted; use https, or set {permission}=true if you \
-             trust everybody on that network"
+            "{endpoint_name} is {}, which sends the data unencrypted; use https, or set {permission}=true if you trust \
+             everybody on that network",
+            without_credentials(&parsed)
         );
         return Err(refuse(shown, &message));
     }
@@ -299,6 +301,16 @@ mod tests {
     fn plain_http_requires_loopback_or_permission() {
         let lan = ("aws_endpoint", "http://192.168.0.9:9000");
         assert!(open("s3://b", &with(&[lan])).is_err());
+        for endpoint in ["http://me:secret@192.168.0.9:9000", "http://me:secret@[1"] {
+            let error = open("s3://b", &with(&[("aws_endpoint", endpoint)]))
+                .err()
+                .unwrap()
+                .to_string();
+            assert!(
+                error.contains("AWS_ENDPOINT_URL") && !error.contains("secret"),
+                "{error}"
+            );
+        }
         assert!(open("s3://b", &with(&[lan, ("aws_allow_http", "true")])).is_ok());
         assert!(open("s3://b", &with(&[("aws_endpoint", "http://127.0.0.1:9000")])).is_ok());
         assert!(open("s3://b", &with(&[("aws_endpoint", "http://127.0.0.1.evil.example")])).is_err());
