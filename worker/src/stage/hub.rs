@@ -83,6 +83,8 @@ pub(crate) struct Hub {
     disk_space: fn(&Path) -> Option<DiskSpace>,
     /// What other programs of this user have downloaded, for jobs that run in place.
     shared_cache: Option<SharedCache>,
+    /// `HF_HUB_OFFLINE`: no request goes to the hub.
+    offline: bool,
     client: HubClient,
     /// Held during a download, not while it is found out whether the model is here already.
     download_lock: tokio::sync::Mutex<()>,
@@ -97,6 +99,7 @@ impl Hub {
         Self {
             largest_model,
             shared_cache: environment.cache.map(SharedCache::new),
+            offline: environment.offline,
             ..Self::new(folder, environment.endpoint, environment.token, allow_list)
         }
     }
@@ -109,6 +112,7 @@ impl Hub {
             largest_model: DEFAULT_LARGEST_MODEL,
             disk_space: DiskSpace::of_folder,
             shared_cache: None,
+            offline: false,
             client: HubClient::new(&endpoint),
             download_lock: tokio::sync::Mutex::default(),
             first_delay: Duration::from_millis(500),
@@ -121,8 +125,8 @@ impl Hub {
     /// that runs in place or a repository of the list; models fetched with it are stored separately.
     ///
     /// # Errors
-    /// [`HubError`]. An unreachable hub is not an error if the model is cached: at the commit of the job or, if the job
-    /// names none, the version that was fetched last.
+    /// [`HubError`]. An unreachable hub, or one that may not be asked, is not an error if the model is cached: at the commit of the job or, if
+    /// the job names none, the version that was fetched last.
     pub(crate) async fn fetch(
         &self,
         request: &ModelRequest<'_>,
@@ -139,9 +143,9 @@ impl Hub {
                     other => other,
                 }
             }
-            (Err(HubError::Unavailable { what, problem }), Some(_)) if may_use_token => {
+            (Err(error @ (HubError::Unavailable { .. } | HubError::Offline { .. })), Some(_)) if may_use_token => {
                 let private = self.folder.join(PRIVATE_FOLDER);
-                self.cached(request, &private, log, what, problem)
+                self.cached(request, &private, log, error)
             }
             (fetched, _) => fetched,
         }
@@ -182,7 +186,9 @@ impl Hub {
         }
         let listing = match self.list(request, token).await {
             Ok(listing) => listing,
-            Err(HubError::Unavailable { what, problem }) => return self.cached(request, folder, log, what, problem),
+            Err(error @ (HubError::Unavailable { .. } | HubError::Offline { .. })) => {
+                return self.cached(request, folder, log, error);
+            }
             Err(error) => return Err(error),
         };
         if listing.is_gated && token.is_none() {
@@ -274,15 +280,13 @@ impl Hub {
         }
     }
 
-    /// Finds a cached model while the hub is unreachable: the commit of the job; if it names none, the version that
-    /// was fetched last.
+    /// Finds a cached model after this error of the hub: the commit of the job; if it names none, the version that was fetched last.
     fn cached(
         &self,
         request: &ModelRequest<'_>,
         folder: &Path,
         log: &(dyn Fn(String) + Sync),
-        what: String,
-        problem: String,
+        error: HubError,
     ) -> Result<PathBuf, HubError> {
         let repo = request.repo;
         let found = match request.revision {
@@ -290,16 +294,21 @@ impl Hub {
             None => newest_version(folder, repo).or_else(|| newest_version(&folder_for(folder, request.parts), repo)),
         };
         let Some(cached) = found else {
-            return Err(HubError::Unavailable { what, problem });
+            return Err(error);
         };
-        log(format!(
-            "the hub cannot be reached ({problem}); using the cached version of {repo}"
-        ));
+        let reason = match error {
+            HubError::Unavailable { problem, .. } => format!("the hub cannot be reached ({problem})"),
+            _ => "HF_HUB_OFFLINE is set".to_owned(),
+        };
+        log(format!("{reason}; using the cached version of {repo}"));
         Ok(cached)
     }
 
     async fn list(&self, request: &ModelRequest<'_>, token: Option<&str>) -> Result<select::Listing, HubError> {
         let (repo, revision) = (request.repo, request.revision.unwrap_or("main"));
+        if self.offline {
+            return Err(HubError::Offline { repo: repo.to_owned() });
+        }
         let url = format!(
             "{}/api/models/{repo}/revision/{revision}?blobs=true",
             self.client.endpoint()

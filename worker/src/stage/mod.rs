@@ -163,7 +163,10 @@ async fn stage_models(
         if let (Some(name), Err(refusal)) = (token_name, &fetched)
             && matches!(
                 refusal,
-                HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Unavailable { .. }
+                HubError::NotFound { .. }
+                    | HubError::Denied { .. }
+                    | HubError::Unavailable { .. }
+                    | HubError::Offline { .. }
             )
         {
             let owner = assignment.owner.as_ref();
@@ -172,7 +175,7 @@ async fn stage_models(
                     log(format!("{path} is fetched with the token {} of user {owner}", name.0));
                     fetched = context.hub.fetch_for(owner, &token, &request, &log).await;
                 }
-                (Err(message), _) if !matches!(refusal, HubError::Unavailable { .. }) => {
+                (Err(message), _) if !matches!(refusal, HubError::Unavailable { .. } | HubError::Offline { .. }) => {
                     return Err(token_failure(job, &input.key, refusal, &message));
                 }
                 _ => {}
@@ -183,7 +186,7 @@ async fn stage_models(
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,
                 HubError::Unavailable { .. } | HubError::Damaged { .. } => FailureCause::Network,
                 // Another worker may allow it; the device is not at fault.
-                HubError::TooLarge { .. } => FailureCause::Job,
+                HubError::TooLarge { .. } | HubError::Offline { .. } => FailureCause::Job,
                 HubError::DiskFull { .. } => FailureCause::DiskFull,
                 HubError::Files(error) if error.is_disk_full() => FailureCause::DiskFull,
                 HubError::Files(_) => FailureCause::Machine,

@@ -37,6 +37,12 @@ pub(crate) enum HubError {
     /// The hub cannot be reached, or downloads fail repeatedly.
     #[error("could not fetch {what}: {problem}; check the network of the machine, or HF_ENDPOINT")]
     Unavailable { what: String, problem: String },
+    /// The model is not here, and the machine's owner wants no requests to the hub.
+    #[error(
+        "{repo} is not in the cache of this worker, and is not downloaded because HF_HUB_OFFLINE is set in the worker's environment; unset \
+         it, or give the model's folder"
+    )]
+    Offline { repo: String },
     /// The bytes differ from what the hub announced.
     #[error("{file} arrived damaged: {problem}; it was removed")]
     Damaged { file: String, problem: String },

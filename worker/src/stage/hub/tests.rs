@@ -90,6 +90,32 @@ async fn a_download_that_gets_further_is_resumed_however_often_it_breaks() {
     assert_eq!(server.state.lock().unwrap().cut, None);
 }
 
+#[tokio::test]
+async fn without_requests_to_the_hub_the_models_that_are_here_are_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[
+        ("model_index.json", INDEX),
+        ("unet/config.json", b"{}"),
+        ("unet/diffusion_pytorch_model.safetensors", b"weights"),
+    ]);
+    let request = submitted_by_others("org/tiny");
+    let model = server.hub(folder.path()).fetch(&request, &|_| {}).await.unwrap();
+    assert!(!server.requests().is_empty());
+    let hub = Hub {
+        offline: true,
+        ..server.hub(folder.path())
+    };
+    let log = Mutex::new(Vec::new());
+    let found = hub.fetch(&request, &|line| log.lock().unwrap().push(line)).await;
+    assert_eq!(found.unwrap(), model);
+    let log = log.into_inner().unwrap();
+    assert_eq!(log, ["HF_HUB_OFFLINE is set; using the cached version of org/tiny"]);
+    let other = hub.fetch(&submitted_by_others("org/other"), &|_| {}).await;
+    assert!(matches!(other, Err(HubError::Offline { .. })), "{other:?}");
+    assert!(server.requests().is_empty());
+}
+
 /// Before, nothing removed the download of a model that no later job needed, and it could keep a disk full.
 #[tokio::test]
 async fn an_interrupted_download_that_nobody_resumes_is_removed() {
