@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 /// The most checkpoints that are stored; beyond that the oldest is removed.
 const MAX_STORED: usize = 32;
@@ -235,12 +236,20 @@ impl UncommittedCheckpoints {
             "a checkpoint that could not be sent is kept");
         let mut state = self.state();
         state.stored.insert(record.held.attempt.clone(), record);
-        while state.stored.len() > MAX_STORED
-            && let Some((oldest, _)) = state.stored.pop_first()
-        {
+        while state.stored.len() > MAX_STORED {
+            // Names of attempts begin with random ids of jobs.
+            let by_age = state.stored.keys().min_by_key(|attempt| self.stored_at(attempt));
+            let Some(oldest) = by_age.cloned() else { break };
+            state.stored.remove(&oldest);
             self.remove_in_background(&oldest);
         }
         true
+    }
+
+    /// When a checkpoint was stored.
+    fn stored_at(&self, attempt: &AttemptId) -> Option<SystemTime> {
+        let record = fs::metadata(self.attempt_folder(attempt).join(RECORD_FILE));
+        record.and_then(|data| data.modified()).ok()
     }
 
     /// The path of a stored checkpoint.
@@ -360,6 +369,32 @@ mod tests {
         assert_eq!(store.apply_answer(std::slice::from_ref(&a), &[]).len(), 1);
         assert_eq!(store.apply_answer(&[], &[]), []);
         assert!(store.is_empty() && !store.checkpoint_path(&a).exists());
+    }
+
+    #[test]
+    fn of_too_many_checkpoints_the_oldest_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (attempts, stored_folder) = (folder.path().join("attempts"), folder.path().join("kept"));
+        let (store, _) = UncommittedCheckpoints::open(stored_folder.clone(), &attempts).unwrap();
+        let take_over = |name: &str| {
+            let from = checkpoint(&attempts.join(name), 1);
+            let record = CheckpointRecord {
+                held: held(name),
+                step: 1,
+                bytes: 5,
+            };
+            assert!(store.take_over(record, &from), "{name}");
+        };
+        take_over("z-1");
+        let record = stored_folder.join("z-1").join(RECORD_FILE);
+        let record = fs::File::options().write(true).open(record).unwrap();
+        record.set_modified(SystemTime::UNIX_EPOCH).unwrap();
+        for number in 0..MAX_STORED {
+            take_over(&format!("a-{number:02}"));
+        }
+        let offers = store.offers();
+        assert_eq!(offers.len(), MAX_STORED);
+        assert!(offers.iter().all(|offer| offer.held.attempt.as_str() != "z-1"));
     }
 
     /// Makes the folder of an attempt whose daemon was killed, with a checkpoint and a removal that precedes it.
