@@ -1,9 +1,11 @@
 //! Adafactor as in transformers and ai-toolkit. `relative_step`, with which it chooses the learning rate itself, is off by default, and
 //! so are `warmup_init` and `scale_parameter`.
 
+use super::blockwise::QuantMap;
 use super::factored::{SecondMoment, rms};
 use super::fused;
 use super::kernels::multiversion;
+use super::moment::{Moment, Precision};
 use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
 use candle_core::{DType, Tensor};
@@ -59,12 +61,12 @@ impl Settings {
 struct State {
     step: u64,
     second_moment: SecondMoment,
-    exp_avg: Option<Tensor>,
+    exp_avg: Option<Moment>,
 }
 
 impl State {
     fn new(param: &Param, settings: &Settings) -> Result<Self, OptimError> {
-        let zeros = |_| Tensor::zeros(param.var.shape(), DType::F32, param.var.device());
+        let zeros = |_| Moment::zeros(param, Precision::Float32, QuantMap::signed());
         Ok(Self {
             step: 0,
             second_moment: SecondMoment::zeros(param)?,
@@ -95,6 +97,16 @@ multiversion! {
     }
 }
 
+multiversion! {
+    /// `betas`: beta1 and 1 - beta1.
+    fn apply_moment(p: &mut [f32], update: &[f32], moment: &mut [f32], param_scale: f32, lr: f32, betas: [f32; 2]) {
+        for ((p, u), m) in p.iter_mut().zip(update).zip(moment) {
+            *m = *m * betas[0] + *u * lr * betas[1];
+            *p = *p * param_scale - *m;
+        }
+    }
+}
+
 impl Optimizer for Adafactor {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
         check_grad_count(grads, &self.params)?;
@@ -113,16 +125,25 @@ impl Optimizer for Adafactor {
             let decay = 1.0 - (state.step as f64).powf(s.decay_rate);
             let update = state.second_moment.update(&grad, decay, s.eps.0, s.clip_threshold)?;
             let param_scale = 1.0 - lr * s.weight_decay;
-            if s.beta1.is_none() && fused::is_supported(param) {
-                fused::update(param, &update, [], |p, u, []| {
-                    apply_update(p, u, param_scale as f32, lr as f32)
-                })?;
+            let moment = s.beta1.zip(state.exp_avg.as_mut());
+            if fused::is_supported(param) {
+                let (param_scale, lr) = (param_scale as f32, lr as f32);
+                match moment {
+                    None => fused::update(param, &update, [], |p, u, []| apply_update(p, u, param_scale, lr))?,
+                    Some((beta1, exp_avg)) => {
+                        let betas = [beta1 as f32, (1.0 - beta1) as f32];
+                        fused::update(param, &update, [exp_avg], |p, u, [m]| {
+                            apply_moment(p, u, m, param_scale, lr, betas)
+                        })?;
+                    }
+                }
                 continue;
             }
             let mut update = (update * lr)?;
-            if let (Some(beta1), Some(exp_avg)) = (s.beta1, &mut state.exp_avg) {
-                *exp_avg = ((&*exp_avg * beta1)? + (update * (1.0 - beta1))?)?;
-                update = exp_avg.clone();
+            if let Some((beta1, exp_avg)) = moment {
+                let mean = ((exp_avg.to_f32()? * beta1)? + (update * (1.0 - beta1))?)?;
+                exp_avg.set(mean.clone())?;
+                update = mean;
             }
             if s.weight_decay != 0.0 {
                 p = (p * param_scale)?;
@@ -138,7 +159,7 @@ impl Optimizer for Adafactor {
             out.insert(format!("{}.step", param.name), saved::count(state.step)?);
             state.second_moment.save(param, &mut out);
             if let Some(exp_avg) = &state.exp_avg {
-                out.insert(format!("{}.exp_avg", param.name), exp_avg.clone());
+                exp_avg.save(&format!("{}.exp_avg", param.name), &mut out);
             }
         }
         Ok(out)
@@ -149,9 +170,14 @@ impl Optimizer for Adafactor {
         let mut states = Vec::with_capacity(self.params.len());
         for param in &self.params {
             let name = |suffix: &str| format!("{}.{suffix}", param.name);
-            let (dims, device) = (param.var.dims(), param.var.device());
             let exp_avg = match self.settings.beta1 {
-                Some(_) => Some(saved.tensor(&name("exp_avg"), DType::F32, dims, device)?),
+                Some(_) => Some(Moment::load(
+                    &mut saved,
+                    &name("exp_avg"),
+                    param,
+                    Precision::Float32,
+                    QuantMap::signed(),
+                )?),
                 None => None,
             };
             states.push(State {
