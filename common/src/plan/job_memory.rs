@@ -14,7 +14,7 @@ use super::json::{dtype_bytes, flag, number, strings, text};
 use super::memory_options::MemoryOptions;
 use super::names::NameFilter;
 use super::need::MemoryNeed;
-use super::optimizers::{OptimizerFacts, facts};
+use super::optimizers::{OptimizerFacts, facts_of};
 use super::parameter_counts::{CompactWeights, ParameterCounts};
 use super::profile::MemoryProfile;
 use super::qtype::QType;
@@ -118,7 +118,7 @@ impl<'a> Job<'a> {
                 && ["network", "embedding"]
                     .iter()
                     .all(|key| body.get(*key).is_none_or(Value::is_null)),
-            optimizer: facts(text(body, "/train/optimizer").unwrap_or("adamw")),
+            optimizer: facts_of(body),
             batches: largest_batches(batches.iter().copied()),
         }
     }

@@ -7,7 +7,7 @@ use super::json::{dtype_bytes, flag, number, strings, text};
 use super::memory_options::MemoryOptions;
 use super::names::NameFilter;
 use super::need::MemoryNeed;
-use super::optimizers::{OptimizerFacts, facts};
+use super::optimizers::{OptimizerFacts, facts_of};
 use super::parameter_counts::{ParameterCounts, decoder_shapes};
 use super::profile::MemoryProfile;
 use super::qtype::QType;
@@ -67,7 +67,7 @@ impl<'a> TrainingMemory<'a> {
             body,
             counts,
             shapes: counts.decoder?,
-            optimizer: facts(text(body, "/train/optimizer").unwrap_or("adamw")),
+            optimizer: facts_of(body),
             is_full: body.get("network").is_none_or(Value::is_null),
         })
     }

@@ -6,7 +6,7 @@ use super::*;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, sampled_cases};
 use candle_core::{DType, Device, Tensor, Var};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 
 const SHAPES: [(&str, &[usize]); 4] = [
@@ -326,28 +326,34 @@ fn eight_bit_weights_are_close_to_float32() {
 fn the_planner_knows_every_optimizer() {
     use OptimizerName::*;
     let value = Tensor::zeros((512, 640), DType::F32, &Device::Cpu).unwrap();
-    for name in [
-        Adam,
-        AdamW,
-        Adam8,
-        AdamW8,
-        Adam8Bit,
-        AdamW8Bit,
-        Adagrad,
-        Adafactor,
-        DAdaptation,
-        DAdaptationAdam,
-        DAdaptationLion,
-        AdemaMix8Bit,
-        Lion,
-        Lion8Bit,
-        Prodigy,
-        Prodigy8Bit,
-        Automagic,
-        Automagic2,
-        Automagic3,
+    for (name, params) in [
+        (Adam, json!({})),
+        (AdamW, json!({})),
+        (Adam8, json!({})),
+        (AdamW8, json!({})),
+        (Adam8Bit, json!({})),
+        (AdamW8Bit, json!({})),
+        (AdamW8Bit, json!({"min_8bit_size": 1000})),
+        (AdamW8Bit, json!({"min_8bit_size": 1_000_000})),
+        (Adagrad, json!({})),
+        (Adafactor, json!({})),
+        (Adafactor, json!({"beta1": null})),
+        (Adafactor, json!({"beta1": 0.9})),
+        (DAdaptation, json!({})),
+        (DAdaptationAdam, json!({})),
+        (DAdaptationLion, json!({})),
+        (AdemaMix8Bit, json!({})),
+        (Lion, json!({})),
+        (Lion8Bit, json!({})),
+        (Prodigy, json!({})),
+        (Prodigy, json!({"slice_p": 11})),
+        (Prodigy8Bit, json!({})),
+        (Prodigy8Bit, json!({"slice_p": 11, "min_8bit_size": 1000})),
+        (Automagic, json!({})),
+        (Automagic2, json!({})),
+        (Automagic3, json!({})),
     ] {
-        let facts = aitk_common::plan::optimizers::facts(name.name());
+        let facts = aitk_common::plan::optimizers::facts(name.name(), &params);
         for (value, means) in [
             (value.clone(), Some(512.0 + 640.0)),
             (Tensor::zeros(1000, DType::F32, &Device::Cpu).unwrap(), None),
@@ -356,14 +362,14 @@ fn the_planner_knows_every_optimizer() {
                 name: "w".into(),
                 var: Var::from_tensor(&value).unwrap(),
             };
-            let optimizer = build(name, vec![param], &serde_json::Map::new(), 1e-4).unwrap();
+            let optimizer = build(name, vec![param], params.as_object().unwrap(), 1e-4).unwrap();
             let state = optimizer.state().unwrap();
             let bytes: usize = state.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
             let predicted = facts.state_bytes(value.elem_count() as f64, means);
             // A few scalars besides.
             assert!(
                 (-1.0..128.0).contains(&(bytes as f64 - predicted)),
-                "{name:?}: {bytes}, {predicted} predicted"
+                "{name:?} {params}: {bytes}, {predicted} predicted"
             );
             assert_eq!(optimizer.separable(), facts.is_separable, "{name:?}");
             assert_eq!(optimizer.uses_gradient_clipping(), facts.clips, "{name:?}");

@@ -494,6 +494,29 @@ fn all_gradients_are_counted_when_the_update_needs_them_together() {
 }
 
 #[test]
+fn parameters_of_an_optimizer_change_its_state() {
+    let full = |optimizer: &str, params: Value| {
+        let mut job = lora("sd1", 512, "float32", 4);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["network"] = json!(null);
+        body["train"]["optimizer"] = json!(optimizer);
+        body["train"]["optimizer_params"] = params;
+        gib(&job)[0]
+    };
+    // For each of 0.86 billion weights.
+    for (optimizer, params, bytes) in [
+        ("adafactor", json!({"beta1": 0.9}), 4.0),
+        ("adafactor", json!({"beta1": null}), 0.0),
+        ("prodigy", json!({"slice_p": 8}), -7.0),
+        ("adamw8bit", json!({"min_8bit_size": 1_000_000_000}), 6.0),
+    ] {
+        let more = full(optimizer, params.clone()) - full(optimizer, json!({}));
+        let expected = bytes * 0.86e9 * 1.02 / GIB;
+        assert!((more - expected).abs() < 0.2, "{optimizer} {params}: {more} GiB more");
+    }
+}
+
+#[test]
 fn a_preservation_loss_is_more_work_and_a_second_set_of_gradients() {
     let with = |changes: &[(&str, Value)]| {
         let mut job = lora("sd1", 512, "bf16", 128);
