@@ -493,6 +493,21 @@ fn all_gradients_are_counted_when_the_update_needs_them_together() {
     assert!(all > one + 1.9, "{all} {one}");
 }
 
+/// The table of the text encoder has 38 million numbers, which are read from its file and written in float16.
+#[test]
+fn the_save_of_a_merged_network_is_that_of_a_whole_model() {
+    let need = |merges: bool| {
+        let mut job = lora("sd1", 256, "float32", 4);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["datasets"] = json!([{"resolution": [256]}]);
+        body["train"]["merge_network_on_save"] = json!(merges);
+        let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
+        need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu) as f64 / GIB
+    };
+    let more = need(true) - need(false);
+    assert!((0.05..0.6).contains(&more), "{more} GiB more");
+}
+
 #[test]
 fn parameters_of_an_optimizer_change_its_state() {
     let full = |optimizer: &str, params: Value| {

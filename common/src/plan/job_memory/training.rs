@@ -224,7 +224,7 @@ impl Job<'_> {
     pub(super) fn saving(&self, model: &Model, count: f64, largest: f64) -> f64 {
         let width = dtype_bytes(text(self.body, "/save/dtype").or(Some("float16")));
         let converted = if width < 4.0 { width } else { 0.0 };
-        if self.is_full {
+        if self.is_full || self.merges_network() {
             // A tensor at a time. One that is not trained is read from its file: its bytes, a tensor, and that in the dtype of
             // the save.
             let weights = match self.shapes.has_transformer() {
