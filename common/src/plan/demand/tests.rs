@@ -634,6 +634,58 @@ fn predictions_to_compare_with_are_a_third_of_a_step_each() {
     }
 }
 
+/// The prediction with the prompt and that without it are in one batch, or, under smaller profiles, one after the other. Both have gradients.
+#[test]
+fn a_training_with_guidance_predicts_twice() {
+    let need = |batch: u32, changes: &[(&str, Value)]| {
+        let mut job = lora("sd1", 512, "float32", 16);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        // The steps need more than the encoding of an image.
+        body["datasets"] = json!([{"resolution": [512], "cache_latents": true}]);
+        let train = &mut body["train"];
+        train["batch_size"] = json!(batch);
+        train["gradient_checkpointing"] = json!(false);
+        for (key, value) in changes {
+            train[*key] = value.clone();
+        }
+        let demand = Demand::of_job(&job, None, &[]).unwrap();
+        let memory = demand.memory.unwrap();
+        let bytes =
+            [MemoryProfile::CpuOnly, MemoryProfile::GpuPoor].map(|profile| memory.under(profile, DeviceKind::Cpu));
+        (demand.passes(), bytes)
+    };
+    let (one, two) = (need(2, &[]), need(4, &[]));
+    let close = |a: u64, b: u64| (a as f64 / b as f64 - 1.0).abs() < 0.01;
+    for changes in [
+        &[("do_cfg", json!(true)), ("cfg_scale", json!(3.0))][..],
+        &[("do_cfg", json!(true)), ("cfg_rescale", json!(2.0))],
+        &[("do_random_cfg", json!(true)), ("max_cfg_scale", json!(3.0))],
+    ] {
+        let (passes, [whole, poor]) = need(2, changes);
+        assert!((passes / one.0 - 2.0).abs() < 1e-3, "{changes:?}: {passes}");
+        assert!(close(whole, two.1[0]), "{changes:?}: {whole}, {two:?}");
+        // What is kept for the backward pass is kept twice.
+        assert!(
+            one.1[1] < poor && poor < two.1[1],
+            "{changes:?}: {poor}, {one:?}, {two:?}"
+        );
+    }
+    // At a scale of 1 there is one prediction.
+    assert_eq!(need(2, &[("do_cfg", json!(true))]), one);
+    assert_eq!(need(2, &[("cfg_scale", json!(3.0))]), one);
+    let trained = |changes: &[(&str, Value)]| {
+        let text = ("train_text_encoder", json!(true));
+        need(2, &[changes, &[text]].concat()).1[0]
+    };
+    let guided = trained(&[("do_cfg", json!(true)), ("cfg_scale", json!(3.0))]);
+    let plain = trained(&[]);
+    // The text encoder reads the negative prompts without gradients.
+    assert!(
+        guided > plain && guided < plain + (two.1[0] - one.1[0]) * 11 / 10,
+        "{guided} {plain}"
+    );
+}
+
 #[test]
 fn the_pairs_of_images_are_as_much_work_again() {
     let units = |guidance: Option<&str>| {

@@ -95,27 +95,33 @@ impl Job<'_> {
         }
     }
 
-    /// The conditions of as many items as there are latents, with the graph of the text encoders (CLIP).
+    /// The conditions of as many items as there are latents, of which `captions` have the graph of the text encoders (CLIP). The others are
+    /// those of the negative prompts of a step with guidance.
     pub(super) fn trained_conditions(
         &self,
         walk: &Walk,
         model: &Model,
-        latents: &Shaped,
+        (latents, captions): (&Shaped, f64),
         checkpointed: bool,
     ) -> Conditions {
         let [batch, ..] = latents.dims();
         let of_language = model.language.as_ref().and_then(|encoder| {
-            encoder.forward(walk, batch, self.language_tokens(CAPTION_TOKENS), self.masks_padding())
+            encoder.forward(
+                walk,
+                captions,
+                self.language_tokens(CAPTION_TOKENS),
+                self.masks_padding(),
+            )
         });
         let mut of_clip: Option<Shaped> = None;
         let blocks = self.token_blocks();
         for encoder in &model.text {
-            let Some(mut text) = encoder.forward(walk, batch * blocks, checkpointed, self.family.penultimate) else {
+            let Some(mut text) = encoder.forward(walk, captions * blocks, checkpointed, self.family.penultimate) else {
                 continue;
             };
             if blocks > 1.0 {
                 let [_, _, features, _] = text.dims();
-                text = walk.rearranged(&text, [batch, self.context_size().0, features, 1.0]);
+                text = walk.rearranged(&text, [captions, self.context_size().0, features, 1.0]);
             }
             of_clip = Some(match of_clip {
                 None => text,
@@ -124,11 +130,19 @@ impl Job<'_> {
         }
         let (tokens, features) = self.context_size();
         let dims = [batch, tokens, features, 1.0];
-        let whole = |text: Option<Shaped>| text.unwrap_or_else(|| walk.tensor(dims, false));
+        let with_negatives = |text: Shaped| match captions < batch {
+            true => {
+                let [_, tokens, features, last] = text.dims();
+                let negatives = walk.tensor(text.dims(), false);
+                walk.rearranged(&walk.cat_tokens(&negatives, &text), [batch, tokens, features, last])
+            }
+            false => text,
+        };
+        let whole = |text: Option<Shaped>| text.map_or_else(|| walk.tensor(dims, false), with_negatives);
         match self.shapes.transformer.kind {
             TransformerKind::None => self.with_text(walk, whole(of_clip), None, latents, CAPTION_TOKENS),
             TransformerKind::Flux => {
-                let pooled = of_clip.map(|text| walk.first_token(&text));
+                let pooled = of_clip.map(|text| with_negatives(walk.first_token(&text)));
                 self.with_text(walk, whole(of_language), pooled, latents, CAPTION_TOKENS)
             }
             _ => {

@@ -38,7 +38,8 @@ impl Job<'_> {
             .iter()
             .map(|batch| self.encoding(&model, &options, backend, batch.size));
         let fused = options.fused_backward && self.is_full && self.optimizer.is_separable;
-        let step = self.step(&model, backend, fused, self.is_checkpointed(&options), &data);
+        let checkpointed = self.is_checkpointed(&options);
+        let step = self.step(&model, (&options, backend), fused, checkpointed, &data);
         PhaseBytes {
             text: self.text_pass(&model, backend, CAPTION_TOKENS),
             encoding: encoding.fold(0.0, f64::max),

@@ -46,6 +46,44 @@ impl DataBatch {
     }
 }
 
+/// The predictions of a step that are kept for one backward pass.
+#[derive(Clone, Copy, Debug)]
+struct Predictions {
+    /// How often an item is in the batch of a pass.
+    together: f64,
+    /// Passes one after another.
+    passes: u32,
+}
+
+impl Predictions {
+    fn of(body: &Value, options: &MemoryOptions) -> Self {
+        let one = Self {
+            together: 1.0,
+            passes: 1,
+        };
+        match (trains_pairs(body), uses_guidance(body)) {
+            // The images, then their pairs.
+            (true, _) => Self { passes: 2, ..one },
+            (false, true) if options.sequential_cfg => Self { passes: 2, ..one },
+            (false, true) => Self { together: 2.0, ..one },
+            (false, false) => one,
+        }
+    }
+}
+
+/// Whether the prediction of a step is one with classifier-free guidance: with the prompt and without it, both with gradients (`train.do_cfg`).
+fn uses_guidance(body: &Value) -> bool {
+    let usual = number(body, "/train/cfg_scale").unwrap_or(1.0);
+    let is_random = flag(body, "/train/do_random_cfg");
+    let largest = match is_random {
+        true => number(body, "/train/max_cfg_scale").unwrap_or(usual),
+        false => usual,
+    };
+    let rescale = number(body, "/train/cfg_rescale").unwrap_or(usual);
+    // At a scale of 1, the prediction is that with the prompt.
+    (is_random || flag(body, "/train/do_cfg")) && (largest != 1.0 || rescale != 1.0) && SliderKind::of(body).is_none()
+}
+
 /// Whether a training has a preservation loss.
 pub(in crate::plan) fn preserves(body: &Value) -> bool {
     let keys = ["/train/diff_output_preservation", "/train/blank_prompt_preservation"];
@@ -95,18 +133,21 @@ impl Job<'_> {
             .unwrap_or(1.0);
         // The gradients of a preservation loss, and of the passes of a slider, are added to those before.
         let accumulates = accumulation > 1.0 || legacy != 1.0 || preserves(body) || SliderKind::of(body).is_some();
-        let fused = options.fused_backward && self.is_full && self.optimizer.is_separable && !accumulates;
+        // The gradients of two passes are complete at the end of the backward pass.
+        let has_one_pass = Predictions::of(body, options).passes == 1;
+        let fused =
+            options.fused_backward && self.is_full && self.optimizer.is_separable && !accumulates && has_one_pass;
         let clips = number(body, "/train/max_grad_norm").unwrap_or(1.0) > 0.0 && self.optimizer.clips;
         let clipped = if clips { largest } else { 0.0 };
 
         let data = self.data();
         let checkpointed = self.is_checkpointed(options);
-        let step = self.step(model, backend, fused, checkpointed, &data);
+        let step = self.step(model, (options, backend), fused, checkpointed, &data);
         // Kept activations fill whole pages, which are freed as a whole. The allocator keeps free memory between the tensors that
         // come and go within a block, which are those of gradient checkpointing.
         let block = match checkpointed || !backend.is_cpu() {
             true => step,
-            false => self.step(model, backend, fused, true, &data),
+            false => self.step(model, (options, backend), fused, true, &data),
         };
         let gradients = step.gradients;
         let step_copies = match backend.is_cpu() {
@@ -251,12 +292,13 @@ impl Job<'_> {
     pub(super) fn step(
         &self,
         model: &Model,
-        backend: Backend,
+        (options, backend): (&MemoryOptions, Backend),
         fused: bool,
         checkpointed: bool,
         data: &[DataBatch],
     ) -> Step {
         let trains_text = self.trains()[1];
+        let Predictions { together, passes } = Predictions::of(self.body, options);
         let mut peak: f64 = if trains_text {
             0.0
         } else {
@@ -266,15 +308,24 @@ impl Job<'_> {
         let gradient_width = if self.is_full { backend.width } else { 4.0 };
         for batch in data {
             let walk = Walk::new(backend);
-            let latents = self.latents(&walk, model, batch.size, batch.items);
+            let items = together * batch.items;
+            let latents = self.latents(&walk, model, batch.size, items);
             // The noise, the noisy latents and the target.
             let drawn = [0; 3].map(|_| walk.tensor(latents.dims(), false));
-            let conditions = (!trains_text).then(|| self.conditions(&walk, batch.items, &latents, CAPTION_TOKENS));
+            let conditions = (!trains_text).then(|| self.conditions(&walk, items, &latents, CAPTION_TOKENS));
             let gradients = walk.forward_backward(fused, || {
                 let conditions = conditions
                     .clone()
-                    .unwrap_or_else(|| self.trained_conditions(&walk, model, &latents, checkpointed));
-                let predicted = model.denoiser.forward(&walk, &latents, &conditions, checkpointed);
+                    .unwrap_or_else(|| self.trained_conditions(&walk, model, (&latents, batch.items), checkpointed));
+                let mut predicted = None;
+                for _ in 0..passes {
+                    let one = model.denoiser.forward(&walk, &latents, &conditions, checkpointed);
+                    // One loss of all predictions.
+                    predicted = match (predicted, one) {
+                        (Some(before), Some(one)) => Some(walk.add(&before, &one)),
+                        (before, one) => one.or(before),
+                    };
+                }
                 all_forward = all_forward.max(walk.peak());
                 predicted.unwrap_or_else(|| latents.clone())
             });
@@ -301,10 +352,6 @@ impl Job<'_> {
         let mut batches = self.data_batches();
         if flag(self.body, "/train/short_and_long_captions") {
             // Each image is trained with both its captions.
-            batches.iter_mut().for_each(|batch| batch.items *= 2.0);
-        }
-        if trains_pairs(self.body) {
-            // The predictions for the images and for their pairs are kept for one backward pass.
             batches.iter_mut().for_each(|batch| batch.items *= 2.0);
         }
         batches

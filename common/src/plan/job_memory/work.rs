@@ -17,7 +17,8 @@ impl Job<'_> {
         let flops = match self.kind {
             WorkKind::Training => {
                 let checkpointed = self.is_checkpointed(&options);
-                self.step(&model, backend, false, checkpointed, &self.data()).flops
+                let step = self.step(&model, (&options, backend), false, checkpointed, &self.data());
+                step.flops
             }
             WorkKind::Generation => {
                 let all = self.generated_sizes();

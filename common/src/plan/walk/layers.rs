@@ -421,7 +421,7 @@ impl Walk {
     }
 
     /// a + b, of the same shape.
-    pub(super) fn add(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(in crate::plan) fn add(&self, a: &Shaped, b: &Shaped) -> Shaped {
         let y = self.tensor(a.dims, self.is_recording() && (a.tracked || b.tracked));
         if y.tracked {
             let inputs = [a, b].map(|x| x.tracked.then_some(x.id));
