@@ -509,6 +509,33 @@ fn the_save_of_a_merged_network_is_that_of_a_whole_model() {
 }
 
 #[test]
+fn a_step_that_trains_a_share_of_the_tensors_has_their_gradients_alone() {
+    let full = |changes: &[(&str, Value)]| {
+        let mut job = lora("sd1", 512, "float32", 4);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["network"] = json!(null);
+        body["datasets"] = json!([{"resolution": [512], "cache_latents": true}]);
+        body["train"]["optimizer"] = json!("adafactor");
+        for (key, value) in changes {
+            body["train"][*key] = value.clone();
+        }
+        gib(&job)[0]
+    };
+    let all = full(&[]);
+    let share = |factor: f64| {
+        full(&[
+            ("do_paramiter_swapping", json!(true)),
+            ("paramiter_swapping_factor", json!(factor)),
+        ])
+    };
+    // 0.86 billion gradients of 4 bytes. Activations of a whole pass are beside those of a share.
+    let (tenth, half) = (share(0.1), share(0.5));
+    assert!((1.5..3.2).contains(&(all - tenth)), "{all} {tenth}");
+    assert!((1.2..1.5).contains(&(half - tenth)), "{half} {tenth}");
+    assert_eq!(full(&[("paramiter_swapping_factor", json!(0.1))]), all);
+}
+
+#[test]
 fn parameters_of_an_optimizer_change_its_state() {
     let full = |optimizer: &str, params: Value| {
         let mut job = lora("sd1", 512, "float32", 4);

@@ -142,12 +142,23 @@ impl Job<'_> {
 
         let data = self.data();
         let checkpointed = self.is_checkpointed(options);
-        let step = self.step(model, (options, backend), fused, checkpointed, &data);
+        let gradient_width = self.gradient_width(backend);
+        let share = self.swapped_share();
+        let step_with = |checkpointed: bool| {
+            let mut step = self.step(model, (options, backend), fused || share.is_some(), checkpointed, &data);
+            // Those of other tensors are freed as soon as they are complete.
+            if let (Some(share), false) = (share, fused) {
+                step.gradients = share * count * gradient_width;
+                step.peak += step.gradients;
+            }
+            step
+        };
+        let step = step_with(checkpointed);
         // Kept activations fill whole pages, which are freed as a whole. The allocator keeps free memory between the tensors that
         // come and go within a block, which are those of gradient checkpointing.
         let block = match checkpointed || !backend.is_cpu() {
             true => step,
-            false => self.step(model, (options, backend), fused, true, &data),
+            false => step_with(true),
         };
         let gradients = step.gradients;
         let step_copies = match backend.is_cpu() {
@@ -211,6 +222,17 @@ impl Job<'_> {
             }
         }
         (phases, recycled)
+    }
+
+    /// Bytes per number of a gradient.
+    fn gradient_width(&self, backend: Backend) -> f64 {
+        if self.is_full { backend.width } else { 4.0 }
+    }
+
+    /// The share of the trained numbers that a step trains (`train.do_paramiter_swapping`). `None`: it trains all.
+    fn swapped_share(&self) -> Option<f64> {
+        let share = number(self.body, "/train/paramiter_swapping_factor").unwrap_or(0.1);
+        flag(self.body, "/train/do_paramiter_swapping").then_some(share.min(1.0))
     }
 
     /// The pixels of a batch in float32, if they are changed together before they are encoded.
@@ -305,7 +327,7 @@ impl Job<'_> {
             self.text_pass(model, backend, CAPTION_TOKENS)
         };
         let (mut all_gradients, mut all_forward, mut flops): (f64, f64, f64) = (0.0, peak, 0.0);
-        let gradient_width = if self.is_full { backend.width } else { 4.0 };
+        let gradient_width = self.gradient_width(backend);
         for batch in data {
             let walk = Walk::new(backend);
             let items = together * batch.items;
