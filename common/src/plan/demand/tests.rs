@@ -558,6 +558,24 @@ fn parameters_of_an_optimizer_change_its_state() {
     }
 }
 
+/// A model in bfloat16 has gradients of 2 bytes, whose sums have 4: 1.6 and 3.2 GiB.
+#[test]
+fn sums_of_gradients_are_in_float32() {
+    let need = |accumulation: u32| {
+        let mut job = lora("sd1", 512, "bf16", 4);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["network"] = json!(null);
+        body["train"]["gradient_accumulation"] = json!(accumulation);
+        gib(&job)[0]
+    };
+    let [one, two, three, four] = [1, 2, 3, 4].map(need);
+    // The update of the sums, and of the gradients of one batch.
+    assert!((1.3..1.9).contains(&(two - one)), "{two} {one}");
+    // The gradients of a batch beside the sums.
+    assert!((0.6..1.7).contains(&(three - two)), "{three} {two}");
+    assert_eq!(four, three);
+}
+
 #[test]
 fn a_preservation_loss_is_more_work_and_a_second_set_of_gradients() {
     let with = |changes: &[(&str, Value)]| {

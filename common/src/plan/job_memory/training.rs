@@ -133,6 +133,11 @@ impl Job<'_> {
             .unwrap_or(1.0);
         // The gradients of a preservation loss, and of the passes of a slider, are added to those before.
         let accumulates = accumulation > 1.0 || legacy != 1.0 || preserves(body) || SliderKind::of(body).is_some();
+        let micro_batches = match legacy {
+            // All batches of an epoch.
+            legacy if legacy < 0.0 => f64::INFINITY,
+            legacy => accumulation.max(legacy),
+        };
         // The gradients of two passes are complete at the end of the backward pass.
         let has_one_pass = Predictions::of(body, options).passes == 1;
         let fused =
@@ -161,6 +166,12 @@ impl Job<'_> {
             false => step_with(true),
         };
         let gradients = step.gradients;
+        // They are in float32, whatever the gradients are in.
+        let sums = if accumulates {
+            gradients * 4.0 / gradient_width
+        } else {
+            gradients
+        };
         let step_copies = match backend.is_cpu() {
             true => self.optimizer.step_copies,
             false => self.optimizer.step_copies.max(GPU_STEP_COPIES),
@@ -178,11 +189,12 @@ impl Job<'_> {
         let mut phases = vec![match (fused, accumulates) {
             (true, _) => phase(0.0, step.peak.max(largest + update)),
             (false, false) => phase(gradients, activations.max(update)),
-            // The sums of earlier micro-batches. A sum is a new tensor.
+            // The sums of earlier micro-batches, or the gradients of the only earlier one. A sum is a new tensor.
+            (false, true) if micro_batches > 2.0 => phase(sums + gradients, activations.max(largest)),
             (false, true) => phase(2.0 * gradients, activations.max(largest)),
         }];
         if !fused {
-            phases.push(phase(gradients, update));
+            phases.push(phase(sums, update));
         }
         if !self.caches_all_latents() {
             let largest = self.largest_uncached();
@@ -190,7 +202,7 @@ impl Job<'_> {
                 .iter()
                 .filter(|batch| batch.pixels() <= largest)
                 .map(|batch| self.encoding(model, options, backend, batch.size) + self.pixels_of(batch));
-            let sums = if accumulates { gradients } else { 0.0 };
+            let sums = if accumulates { sums } else { 0.0 };
             phases.push(phase(sums, encode.fold(0.0, f64::max)));
         }
         let mut samples = sample_sizes(body, self.multiple());
