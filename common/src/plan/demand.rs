@@ -169,10 +169,14 @@ fn of_conversion(kind: &str) -> Option<Demand> {
 }
 
 /// The work of a step, in micro-batches of one forward and one backward pass. A preservation loss adds a micro-batch and a forward pass
-/// without the adapter (a third). Each prediction with which the loss compares adds a forward pass. A slider has several passes.
+/// without the adapter (a third). Each prediction with which the loss compares adds a forward pass, and so does one from which the noisy
+/// latents are made. A slider has several passes.
 fn accumulated(body: &Value) -> f64 {
     let preserved = if preserves(body) { 1.0 + 1.0 / 3.0 } else { 0.0 };
-    let compared = f64::from(u8::from(uses_base(body)) + u8::from(flag(body, "/train/do_guidance_loss"))) / 3.0;
+    // The noisy latents of a flow model may be those after a step of a sampler.
+    let samples = text(body, "/train/timestep_type") == Some("next_sample");
+    let passes = [uses_base(body), flag(body, "/train/do_guidance_loss"), samples];
+    let compared = passes.map(f64::from).into_iter().sum::<f64>() / 3.0;
     let compared = compared + compared_work(body);
     let work = SliderKind::of(body).map_or(1.0 + preserved + compared, |slider| slider.work(body));
     number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * work
@@ -219,6 +223,9 @@ fn generation_passes(body: &Value) -> f64 {
 /// How often a generation evaluates the model for one image.
 pub(super) fn evaluations(body: &Value) -> f64 {
     let steps = number(body, "/generate/sample_steps").unwrap_or(20.0).min(1e6);
+    // `batch_img2img` makes a share of the steps, and has this key always.
+    let share = number(body, "/generate/denoise_strength").unwrap_or(1.0).min(1.0);
+    let steps = (steps * share - 1e-6).ceil();
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let evaluations = |sampler: SamplerName| f64::from(sampler.evaluations(steps as u32));
     text(body, "/generate/sampler")

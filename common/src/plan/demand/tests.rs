@@ -179,6 +179,24 @@ fn image_to_image_is_predicted_from_the_sizes_of_its_images() {
     );
 }
 
+/// `batch_img2img` makes the last steps alone.
+#[test]
+fn image_to_image_is_as_much_work_as_its_steps() {
+    let passes = |strength: f64| {
+        let job = json!({"process": [{"kind": {"img2_img": {"model": {"arch": "sd1", "dtype": "float32"},
+            "datasets": [{"resolution": [512]}],
+            "generate": {"sample_steps": 40, "guidance_scale": 7.0, "denoise_strength": strength}}}}]});
+        Demand::of_job(&job, None, &[]).unwrap().passes()
+    };
+    let [none, fifth, half, all] = [0.0, 0.2, 0.5, 1.0].map(passes);
+    // An image is decoded in any case.
+    assert!(((half - none) / (all - none) - 0.5).abs() < 1e-3, "{none} {half} {all}");
+    assert!(
+        ((fifth - none) / (all - none) - 0.2).abs() < 1e-3,
+        "{none} {fifth} {all}"
+    );
+}
+
 #[test]
 fn text_encoders_that_leave_the_memory_are_not_counted() {
     let need = |keys: &[(&str, &str)]| {
@@ -651,7 +669,10 @@ fn predictions_to_compare_with_are_a_third_of_a_step_each() {
         Demand::of_job(&job, None, &[]).unwrap().passes()
     };
     let plain = units(&|_| ());
-    let cases: [(&str, f64, Change<'_>); 6] = [
+    let cases: [(&str, f64, Change<'_>); 7] = [
+        ("timestep_type", 4.0 / 3.0, &|body| {
+            body["train"]["timestep_type"] = json!("next_sample")
+        }),
         ("correct_pred_norm", 4.0 / 3.0, &|body| {
             body["train"]["correct_pred_norm"] = json!(true)
         }),
