@@ -198,6 +198,31 @@ fn image_to_image_is_as_much_work_as_its_steps() {
 }
 
 #[test]
+fn what_a_data_set_says_about_its_images_counts() {
+    let need = |sets: Value| {
+        let mut job = lora("sd1", 512, "float32", 16);
+        job["process"][0]["kind"]["train"]["datasets"] = sets;
+        let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
+        need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu)
+    };
+    // The size of its images takes the place of their resolution.
+    let square = need(json!([{"resolution": [768]}]));
+    assert_eq!(
+        need(json!([{"resolution": [512], "buckets": false, "size": [768, 768]}])),
+        square
+    );
+    assert!(need(json!([{"resolution": [512], "buckets": false, "size": [1024, 768]}])) > square);
+    // Images are encoded while the model is in memory, unless all latents are cached.
+    let cached = need(json!([{"resolution": [512], "cache_latents": true}]));
+    let drawn = json!([{"resolution": [512], "cache_latents": true, "control_from_same_folder": true}]);
+    assert_eq!(need(drawn), need(json!([{"resolution": [512]}])));
+    assert!(cached < need(json!([{"resolution": [512]}])));
+    let sized = json!({"resolution": [256], "buckets": false, "size": [512, 512]});
+    let mixed = need(json!([{"resolution": [512], "cache_latents": true}, sized]));
+    assert_eq!(mixed, need(json!([{"resolution": [512]}])));
+}
+
+#[test]
 fn text_encoders_that_leave_the_memory_are_not_counted() {
     let need = |keys: &[(&str, &str)]| {
         let mut job = lora("sdxl", 512, "float32", 16);

@@ -96,9 +96,26 @@ fn is_augmented(set: &Value) -> bool {
     lists.into_iter().flatten().any(|list| !list.is_empty())
 }
 
+/// Whether another part of each image of a data set is trained on each time.
+fn draws_crops(set: &Value) -> bool {
+    flag(set, "/random_crop") && set.get("buckets").and_then(Value::as_bool) == Some(false)
+}
+
 /// Whether the latents of a data set are cached.
 fn is_cached(set: &Value) -> bool {
-    (flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk")) && !is_augmented(set)
+    let draws = is_augmented(set) || flag(set, "/control_from_same_folder");
+    (flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk")) && !draws
+}
+
+/// Height and width of the largest images of a data set, as far as its section gives them.
+fn largest_size(set: &Value) -> [f64; 2] {
+    let fixed = |index: usize| set.get("size")?.get(index)?.as_f64().filter(|side| *side > 0.0);
+    if let (Some(width), Some(height)) = (fixed(0), fixed(1)) {
+        return [height, width].map(|side| side.min(MAX_SIDE));
+    }
+    let side = largest(set.get("resolution"));
+    // An image of a bucket has at most the pixels of the square.
+    [side.filter(|side| *side > 0.0).unwrap_or(512.0).min(MAX_SIDE); 2]
 }
 
 impl Job<'_> {
@@ -252,8 +269,11 @@ impl Job<'_> {
         let body = self.body;
         let contrast = number(body, "/train/img_multiplier").unwrap_or(1.0);
         let sets = body.get("datasets").and_then(Value::as_array);
-        let is_augmented = sets.into_iter().flatten().any(is_augmented);
-        match contrast < 1.0 || flag(body, "/train/standardize_images") || is_augmented {
+        let draws = sets
+            .into_iter()
+            .flatten()
+            .any(|set| is_augmented(set) || draws_crops(set));
+        match contrast < 1.0 || flag(body, "/train/standardize_images") || draws {
             true => 12.0 * batch.pixels() * batch.items,
             false => 0.0,
         }
@@ -272,13 +292,10 @@ impl Job<'_> {
         if !datasets().any(is_cached) {
             return f64::INFINITY;
         }
-        let sides = datasets().filter(|set| !is_cached(set)).map(|set| {
-            largest(set.get("resolution"))
-                .filter(|side| *side > 0.0)
-                .unwrap_or(512.0)
-        });
-        // An image of a bucket has at most the pixels of the square.
-        sides.fold(0.0, f64::max).powi(2)
+        let pixels = datasets()
+            .filter(|set| !is_cached(set))
+            .map(|set| largest_size(set).into_iter().product::<f64>());
+        pixels.fold(0.0, f64::max)
     }
 
     /// The phase in which images are encoded, and the autoencoder is alone in memory.
@@ -403,12 +420,9 @@ impl Job<'_> {
         }
         let usual = number(self.body, "/train/batch_size").unwrap_or(1.0);
         let datasets = self.body.get("datasets").and_then(Value::as_array);
-        let batches = datasets.into_iter().flatten().map(|set| {
-            let side = largest(set.get("resolution"));
-            DataBatch {
-                size: [side.filter(|side| *side > 0.0).unwrap_or(512.0).min(MAX_SIDE); 2],
-                items: number(set, "/batch_size").unwrap_or(usual).clamp(1.0, MAX_BATCH),
-            }
+        let batches = datasets.into_iter().flatten().map(|set| DataBatch {
+            size: largest_size(set),
+            items: number(set, "/batch_size").unwrap_or(usual).clamp(1.0, MAX_BATCH),
         });
         let mut batches: Vec<DataBatch> = batches.collect();
         if let Some((sizes, _)) = slider_sizes(self.body) {
