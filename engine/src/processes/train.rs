@@ -50,6 +50,7 @@ use super::tensorboard;
 use crate::adapters::{is_of_text, is_text_lora, load_lora};
 use crate::checkpointing::Checkpointing;
 use crate::device;
+use crate::device::allocator::FreedMemory;
 use crate::error::{EngineError, Result};
 use crate::families::TextEmbeddings;
 use crate::training::{ConditioningCache, LossMasks, SharedLearnedSnr};
@@ -240,6 +241,14 @@ impl<'a> Run<'a> {
         self.save_and_stop(cx, step)
     }
 
+    /// Whether the gradients of a step are returned to the operating system. On a CPU they are kept for the next step, but the save of a
+    /// whole model after it reads tensors that are larger than the free memory between others.
+    fn returns_gradients_after(&self, done: u64) -> bool {
+        let saves = done == self.process.train.steps || self.process.save.is_due(done);
+        let keeps = self.compute.device.is_cpu() && !self.memory_options.returns_freed_memory;
+        saves && keeps && self.process.trains_whole_model()
+    }
+
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
         self.record_interruption(cx);
@@ -282,9 +291,16 @@ impl<'a> Run<'a> {
                 }
             }
             let update = self.data.updates_weights(step, self.process);
-            let report = self.trainer.finish_step(step, update)?;
-            self.target.limit_norms(self.process)?;
             let done = step + 1;
+            let returns_gradients = self.returns_gradients_after(done);
+            if returns_gradients {
+                FreedMemory::Release.apply();
+            }
+            let report = self.trainer.finish_step(step, update)?;
+            if returns_gradients {
+                FreedMemory::Retain.apply();
+            }
+            self.target.limit_norms(self.process)?;
             self.non_finite_steps = if report.warning.is_some() {
                 self.non_finite_steps + 1
             } else {
