@@ -25,7 +25,7 @@ pub(super) static FLUX: Family = Family {
         vae: VAE_16,
         ..FAMILY_DEFAULTS.shapes
     },
-    text_prefixes: &["lora_te1"],
+    text_prefixes: &["text_encoder"],
     denoiser_prefix: "transformer",
     lora_layers: LoraLayers::Blocks(&["transformer_blocks", "single_transformer_blocks"]),
     never_quantised: &[

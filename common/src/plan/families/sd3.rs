@@ -30,7 +30,7 @@ pub(super) static SD3: Family = Family {
         vae: VAE_16,
         ..FAMILY_DEFAULTS.shapes
     },
-    text_prefixes: &["lora_te1", "lora_te2"],
+    text_prefixes: &["text_encoder", "text_encoder_2"],
     penultimate: true,
     denoiser_prefix: "transformer",
     lora_layers: LoraLayers::Blocks(&["transformer_blocks"]),

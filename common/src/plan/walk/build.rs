@@ -4,7 +4,7 @@ use super::layers::{Adapter, AdapterForm, KronSizes, Layer, Unpacking};
 use super::norm::Norm;
 use crate::job::lokr::{LokrSplits, lokr_is_full};
 use crate::job::lora_containers::is_in_container;
-use crate::plan::names::{NameFilter, matches_glob};
+use crate::plan::names::{LayerNames, NameFilter, matches_glob};
 use crate::plan::qtype::QType;
 
 /// The type of a job's adapter.
@@ -423,13 +423,11 @@ impl Builder {
         }
         let fan_in = sizes.inputs * sizes.kernel * sizes.kernel;
         let bias = if sizes.bias { sizes.outputs } else { 0.0 };
-        let dotted = format!("{}.{name}", self.options.lora_prefix);
-        if sizes.outputs * fan_in + bias < options.parameter_threshold || !options.filter.selects_layer(&dotted) {
+        let names = LayerNames::new(self.options.lora_prefix, name);
+        if sizes.outputs * fan_in + bias < options.parameter_threshold || !options.filter.selects_layer(&names) {
             return None;
         }
-        let flattened = dotted.replace('.', "_");
-        let has_part = |part: &String| dotted.contains(part.as_str()) || flattened.contains(part.as_str());
-        if options.full_if_contains.iter().any(has_part) {
+        if options.full_if_contains.iter().any(|part| names.contain(part)) {
             return Some(Adapter {
                 rank: 1.0,
                 dropout: false,
@@ -440,7 +438,7 @@ impl Builder {
                 form: AdapterForm::Difference,
             });
         }
-        let entry = options.layer_ranks.iter().find(|entry| has_part(&entry.contains));
+        let entry = options.layer_ranks.iter().find(|entry| names.contain(&entry.contains));
         let rank = match (entry, sizes.kernel > 1.0) {
             (Some(entry), true) => entry.conv_rank,
             (Some(entry), false) => entry.rank,
@@ -549,11 +547,9 @@ impl Builder {
         {
             return;
         }
-        let dotted = format!("{}.{name}", self.options.lora_prefix);
-        let flattened = dotted.replace('.', "_");
-        let has_part = |part: &String| dotted.contains(part.as_str()) || flattened.contains(part.as_str());
-        let is_trained = options.norms || options.full_if_contains.iter().any(has_part);
-        if is_trained && options.filter.selects_layer(&dotted) {
+        let names = LayerNames::new(self.options.lora_prefix, name);
+        let is_trained = options.norms || options.full_if_contains.iter().any(|part| names.contain(part));
+        if is_trained && options.filter.selects_layer(&names) {
             self.trained(channels, None);
             if bias {
                 self.trained(channels, None);
