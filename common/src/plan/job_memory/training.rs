@@ -1,6 +1,6 @@
 //! The memory of a training: its steps, its updates, its saves.
 
-use super::{CAPTION_TOKENS, Job, MAX_BATCH, MAX_SIDE, Model};
+use super::{CAPTION_TOKENS, Job, MAX_BATCH, MAX_SIDE, Model, small_fraction};
 use crate::plan::device_factors::Phase;
 use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
@@ -17,6 +17,9 @@ const GPU_STEP_COPIES: f64 = 6.0;
 /// Memory per byte of activations that are kept for the backward pass, if freed memory is returned at once: pages that hold a
 /// kept tensor stay. Otherwise the pages are used again, and kept activations need no more than their bytes.
 const GAPS_RETURNED: f64 = 1.15;
+
+/// An adapter has only large tensors if no more than this fraction of its numbers is in small ones.
+const LARGE_TENSORS: f64 = 0.1;
 
 /// The bytes of a training step.
 #[derive(Clone, Copy, Debug)]
@@ -245,8 +248,9 @@ impl Job<'_> {
         if backend.is_cpu() {
             let saving = self.saving(model, count, largest);
             phases.push(phase(swapped, saving));
-            // Whole files are made of many small tensors; a model is saved tensor by tensor at the end.
-            if !self.is_full {
+            // Whole files are made of many small tensors; a model is saved tensor by tensor at the end. Of large tensors, such as whole
+            // differences, no free memory is left between others.
+            if !self.is_full && small_fraction(model) > LARGE_TENSORS {
                 recycled = recycled.max(saving);
             }
         }
