@@ -201,6 +201,12 @@ impl<'a> TrainingMemory<'a> {
         }
     }
 
+    /// The batches of a step.
+    fn batches(&self, step: StepSize) -> f64 {
+        let count = |key: &str| number(self.body, key).unwrap_or(1.0).max(1.0);
+        (count("/train/batch_size") * count("/train/gradient_accumulation") / f64::from(step.rows.max(1))).ceil()
+    }
+
     /// `is_first`: only the first step.
     fn need(&self, profile: MemoryProfile, backend: Backend, step: StepSize, is_first: bool) -> Need {
         let options = MemoryOptions::of(profile);
@@ -231,6 +237,11 @@ impl<'a> TrainingMemory<'a> {
             }
         };
         let gradients = passes.gradients;
+        // They are in float32, whatever the gradients are in.
+        let sums = match step.accumulates && self.is_full {
+            true => gradients * 4.0 / backend.width,
+            false => gradients,
+        };
         let clips = number(self.body, "/train/max_grad_norm").unwrap_or(1.0) > 0.0 && self.optimizer.clips;
         let copies = match backend.is_cpu() {
             true => self.optimizer.step_copies,
@@ -245,11 +256,12 @@ impl<'a> TrainingMemory<'a> {
         let mut phases = vec![match (is_fused, step.accumulates) {
             (true, _) => phase(0.0, passes.peak.max(largest + update)),
             (false, false) => phase(gradients, activations.max(update)),
-            // The sums of earlier batches. A sum is a new tensor.
+            // The sums of earlier batches, or the gradients of the only earlier one. A sum is a new tensor.
+            (false, true) if self.batches(step) > 2.0 => phase(sums + gradients, activations.max(largest)),
             (false, true) => phase(2.0 * gradients, activations.max(largest)),
         }];
         if !is_fused {
-            phases.push(phase(gradients, update));
+            phases.push(phase(sums, update));
         }
         // The gradients of a whole model are freed after the update, and do not fit what the next step needs.
         let kept_gradients = match self.is_full && !is_fused && !step.accumulates {
