@@ -196,9 +196,10 @@ impl Trainer {
             Some(_) => self.trained_gradients(&loss, tape)?,
             None => {
                 let gradient = self.loss_gradient(&loss)?;
-                let store = tape.backward_from([(loss, gradient)])?;
+                let mut store = tape.backward_from([(loss, gradient)])?;
                 let params = self.options.params.iter();
-                let grads = params.map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
+                // Each is freed when it was unscaled.
+                let grads = params.map(|p| store.take(p.var.as_tensor()).map(|gradient| gradient.detach()));
                 match self.loss_scale {
                     None => grads.collect(),
                     Some(scale) => grads

@@ -253,6 +253,11 @@ impl Gradients {
         self.0.get(&variable.id())
     }
 
+    /// Takes the gradient of a variable out; `None` when the output does not depend on it, or when it was taken.
+    pub fn take(&mut self, variable: &Tensor) -> Option<Tensor> {
+        self.0.remove(&variable.id())
+    }
+
     fn add(&mut self, id: TensorId, gradient: Tensor) -> Result<()> {
         match self.0.entry(id) {
             Entry::Vacant(entry) => {

@@ -162,3 +162,13 @@ in_portable_mode! {
     nested_checkpoints_get_the_same_gradients,
     an_error_or_a_panic_ends_the_recording,
 }
+
+#[test]
+fn a_gradient_is_taken_once() {
+    let x = Var::new(&[1f32, 2.0], &Device::Cpu).unwrap();
+    let (loss, tape) = record(|| x.as_tensor().sqr()?.sum_all()).unwrap();
+    let mut gradients = tape.backward(&loss).unwrap();
+    let taken = gradients.take(x.as_tensor()).unwrap();
+    assert_eq!(taken.to_vec1::<f32>().unwrap(), [2.0, 4.0]);
+    assert!(gradients.take(x.as_tensor()).is_none() && gradients.get(x.as_tensor()).is_none());
+}
