@@ -499,6 +499,7 @@ impl<'a> Job<'a> {
             guidance_scale: guidance_scale.unwrap_or(7.0),
             // Its prompts are captions.
             characters: (CAPTION_TOKENS - CHAT_TOKENS) * CHARACTERS_PER_TOKEN,
+            negative_characters: 0.0,
         };
         self.data().into_iter().map(|batch| size(batch.size)).collect()
     }
@@ -642,7 +643,7 @@ fn fractions(stored: CompactWeights, layers: f64) -> StoredFractions {
 
 /// Tokens of the longest prompt with those of the chat around it, for a language model whose prompts are not all equally long.
 fn prompt_tokens(sizes: &[ImageSize]) -> f64 {
-    let longest = sizes.iter().map(|size| size.characters).fold(0.0, f64::max);
+    let longest = sizes.iter().map(ImageSize::longest_text).fold(0.0, f64::max);
     longest / CHARACTERS_PER_TOKEN + CHAT_TOKENS
 }
 

@@ -1,7 +1,7 @@
 //! The sizes of the images that a job generates.
 
 use super::image_batches::ImageBatch;
-use super::json::{flag, number};
+use super::json::{flag, number, text};
 use super::slider::slider_sizes;
 use crate::job::limits::MAX_SIDE;
 use crate::job::prompt::PromptFlags;
@@ -10,7 +10,7 @@ use serde_json::Value;
 /// The most prompts that are read.
 const MAX_PROMPTS: usize = 10_000;
 
-/// The size of an image, its guidance scale, and the length of its prompt.
+/// The size of an image, its guidance scale, and the length of its prompts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct ImageSize {
     pub(super) width: f64,
@@ -18,9 +18,24 @@ pub(super) struct ImageSize {
     pub(super) guidance_scale: f64,
     /// Characters of the prompt.
     pub(super) characters: f64,
+    /// Characters of the negative prompt, which guidance needs.
+    pub(super) negative_characters: f64,
+}
+
+/// The characters of a text.
+fn count(text: &str) -> f64 {
+    text.chars().count() as f64
 }
 
 impl ImageSize {
+    /// Characters of the longest text that is encoded for it.
+    pub(super) fn longest_text(&self) -> f64 {
+        match self.guidance_scale > 1.0 {
+            true => self.characters.max(self.negative_characters),
+            false => self.characters,
+        }
+    }
+
     pub(super) fn area(&self) -> f64 {
         self.width * self.height
     }
@@ -32,6 +47,7 @@ impl ImageSize {
             height: number(section, "/height").unwrap_or(512.0),
             guidance_scale: section.get("guidance_scale").and_then(Value::as_f64).unwrap_or(7.0),
             characters: 0.0,
+            negative_characters: text(section, "/neg").map_or(0.0, count),
         }
     }
 
@@ -42,7 +58,8 @@ impl ImageSize {
             width: flags.width.map_or(self.width, f64::from),
             height: flags.height.map_or(self.height, f64::from),
             guidance_scale: flags.guidance_scale.unwrap_or(self.guidance_scale),
-            characters: flags.prompt.chars().count() as f64,
+            characters: count(&flags.prompt),
+            negative_characters: flags.negative_prompt.as_deref().map_or(self.negative_characters, count),
         }
         .floored(multiple)
     }
@@ -138,6 +155,7 @@ pub(super) fn slider_sampling_sizes(body: &Value, multiple: f64) -> Vec<ImageSiz
         height,
         guidance_scale: 3.0,
         characters: 0.0,
+        negative_characters: 0.0,
     };
     sizes.into_iter().map(|sides| size(sides).floored(multiple)).collect()
 }
@@ -161,6 +179,7 @@ pub(super) fn sample_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
                 height: side("height", usual.height),
                 guidance_scale: side("guidance_scale", usual.guidance_scale),
                 characters: 0.0,
+                negative_characters: text(sample, "/neg").map_or(usual.negative_characters, count),
             };
             let prompt = sample.get("prompt").and_then(Value::as_str).unwrap_or_default();
             sizes.push(size.with_flags(prompt, multiple));
@@ -187,6 +206,23 @@ mod tests {
         );
         assert_eq!(sides(json!(["a"]))[0].iter().product::<f64>(), 524_288.0);
         assert_eq!(sides(json!("prompts.txt")).len(), 1);
+    }
+
+    #[test]
+    fn a_negative_prompt_counts_where_it_is_encoded() {
+        let longest = |section: Value| {
+            let sizes = sample_sizes(&json!({"sample": section}), 8.0);
+            sizes.iter().map(ImageSize::longest_text).fold(0.0, f64::max)
+        };
+        let samples = |neg: Value, prompt: &str, scale: f64| {
+            let usual = json!({"neg": "blurred", "guidance_scale": scale, "samples": [{"prompt": prompt, "neg": neg}]});
+            longest(usual)
+        };
+        assert_eq!(samples(json!(null), "a", 4.0), 7.0);
+        assert_eq!(samples(json!(null), "a long one", 4.0), 10.0);
+        assert_eq!(samples(json!(null), "a", 1.0), 1.0);
+        assert_eq!(samples(json!("dark"), "a", 4.0), 4.0);
+        assert_eq!(samples(json!(null), "a --n too dark", 4.0), 8.0);
     }
 
     #[test]
