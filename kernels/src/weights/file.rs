@@ -70,6 +70,28 @@ impl TensorFile {
         Ok(self.read_range(name, 0..count, dtype, device)?.reshape(shape)?)
     }
 
+    /// Reads a tensor onto the CPU, in the dtype of the file.
+    pub(super) fn read_as_stored(&self, name: &str) -> Result<Tensor> {
+        let stored_tensor = self.stored_tensor(name)?;
+        let (shape, start) = (stored_tensor.shape.as_slice(), stored_tensor.start);
+        let dtype = match &stored_tensor.storage {
+            StorageType::Floats(FloatFormat::F32) => {
+                let values = self
+                    .reader
+                    .read_floats(FloatFormat::F32, start, shape.iter().product())?;
+                return Ok(Tensor::from_vec(values, shape, &Device::Cpu)?);
+            }
+            StorageType::Floats(format) => candle_dtype(*format),
+            StorageType::Bytes => Some(DType::U8),
+            StorageType::Unsupported(type_name) if type_name == "I64" => Some(DType::I64),
+            StorageType::Unsupported(type_name) if type_name == "U32" => Some(DType::U32),
+            _ => None,
+        };
+        let dtype = dtype.ok_or_else(|| self.unsupported_error(name, stored_tensor))?;
+        let data = self.reader.read(start, stored_tensor.end.saturating_sub(start))?;
+        Ok(Tensor::from_raw_buffer(&data, dtype, shape, &Device::Cpu)?)
+    }
+
     /// Reads these elements of a tensor as `dtype`, one range after the other.
     pub(super) fn read_elements(
         &self,

@@ -25,6 +25,38 @@ fn open(path: &Path) -> Result<Weights> {
 }
 
 #[test]
+fn all_tensors_of_a_checkpoint_are_read_in_their_dtypes() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("optimizer.safetensors");
+    let numbers = Tensor::arange(0f32, 600.0, &Device::Cpu).unwrap();
+    let numbers = numbers.affine(0.125, 3.0).unwrap().reshape((20, 30)).unwrap();
+    let mut tensors = std::collections::BTreeMap::from([
+        ("step".to_owned(), Tensor::new(7i64, &Device::Cpu).unwrap()),
+        ("d".to_owned(), Tensor::new(&[0.1f64, 2.0], &Device::Cpu).unwrap()),
+    ]);
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::U8, DType::U32] {
+        tensors.insert(format!("{dtype:?}"), numbers.to_dtype(dtype).unwrap());
+    }
+    let mut out = Vec::new();
+    write_tensors(&mut out, &tensors, &std::collections::BTreeMap::new()).unwrap();
+    std::fs::write(&file, &out).unwrap();
+    let read = read_tensors(&file).unwrap();
+    assert!(read.keys().eq(tensors.keys()));
+    for (name, tensor) in &tensors {
+        let found = &read[name];
+        assert_eq!((found.dtype(), found.dims()), (tensor.dtype(), tensor.dims()), "{name}");
+        let values = |tensor: &Tensor| {
+            let flat = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+            flat.to_vec1::<f64>().unwrap()
+        };
+        assert_eq!(values(found), values(tensor), "{name}");
+    }
+    std::fs::write(&file, &out[..out.len() - 1]).unwrap();
+    let error = read_tensors(&file).unwrap_err().to_string();
+    assert!(error.contains("optimizer.safetensors"), "{error}");
+}
+
+#[test]
 fn every_float_dtype_reads_as_f32() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.safetensors");

@@ -7,10 +7,10 @@ use super::super::step_recorder;
 use super::fit::{STATE_KEY, StoredChoice};
 use super::run::{Run, trainer};
 use crate::error::{EngineError, Result};
-use crate::weights::write_tensors;
+use crate::weights::{read_tensors, write_tensors};
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -99,11 +99,7 @@ impl Run<'_> {
             let Some(path) = checkpoint.file_with_role(role) else {
                 return Ok(None);
             };
-            Ok(Some(
-                candle_core::safetensors::load(&path, &Device::Cpu)?
-                    .into_iter()
-                    .collect(),
-            ))
+            Ok(Some(read_tensors(&path)?))
         };
         // The weights are dropped before the rest is read, which is twice as large for a full training.
         match read("weights")? {

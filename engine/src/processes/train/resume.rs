@@ -18,9 +18,10 @@ use crate::adapters::{AdapterFile, saved_since};
 use crate::error::{EngineError, Result};
 use crate::families::saved_step;
 use crate::training::{SharedLearnedSnr, Trainer};
+use crate::weights::read_tensors;
 use aitk_common::attempt::{AttemptSpec, FailureCause};
 use aitk_common::checkpoint::Checkpoint;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -343,7 +344,7 @@ impl Run<'_> {
             let Some(path) = checkpoint.file_with_role(role) else {
                 return Ok(None);
             };
-            let map = candle_core::safetensors::load(&path, &Device::Cpu)?.into_iter();
+            let map = read_tensors(&path)?.into_iter();
             let known = |name: String| saved_since(&name).unwrap_or(name);
             Ok(Some(map.map(|(name, tensor)| (known(name), tensor)).collect()))
         };
