@@ -249,6 +249,8 @@ fn image_count(body: &Value) -> f64 {
 }
 
 #[cfg(test)]
+mod option_tests;
+#[cfg(test)]
 mod published_tests;
 #[cfg(test)]
 mod tests;
