@@ -417,8 +417,8 @@ fn mistakes_of_presets_are_named() {
             "cannot be read as a folder",
         ),
         (
-            "\"noise_offset\": 0",
-            "\"clip_skip\": 20, \"noise_offset\": 0",
+            "\"clip_skip\": \"1\"",
+            "\"clip_skip\": 20",
             "clip_skip: expected a number from 1 to 12, found 20",
         ),
         (
