@@ -337,10 +337,6 @@ impl Kernel for Forward<'_> {
     type Output = ();
 
     #[inline(always)]
-    #[expect(
-        clippy::needless_range_loop,
-        reason = "a panel has a part in each of several buffers"
-    )]
     fn run<S: Simd>(self) {
         let (p, scratch) = (self.problem, self.scratch);
         let count = self.y.len() / p.width;
@@ -469,10 +465,6 @@ impl Kernel for Backward<'_> {
     type Output = [Vec<f32>; 3];
 
     #[inline(always)]
-    #[expect(
-        clippy::needless_range_loop,
-        reason = "a panel has a part in each of several buffers"
-    )]
     fn run<S: Simd>(mut self) -> [Vec<f32>; 3] {
         self.pack_queries::<S>();
         let (p, scratch) = (self.problem, self.scratch);
@@ -503,9 +495,9 @@ impl Kernel for Backward<'_> {
                 let softmax = SoftmaxLines {
                     max: &scratch.max[n * wide..][..line],
                     inverse: &scratch.exponentials[n * wide..][..line],
-                    dots: &scratch.dots[n * wide..][..line],
                     scale: p.scale,
                 };
+                let dots = &mut scratch.dots[n * wide..][..line];
                 let scores = &mut scratch.scores[..keys.len() * line];
                 let queries = &scratch.queries[n * size..][..size];
                 packed_keys.times::<S>(packed_keys.whole(), queries, cols, scores, InitialValue::Zero);
@@ -517,7 +509,10 @@ impl Kernel for Backward<'_> {
                 let gradients = &scratch.gradients[n * size..][..size];
                 let whole = packed_values.whole();
                 packed_values.times::<S>(whole, gradients, cols, score_gradients, InitialValue::Zero);
-                softmax.score_gradients::<S>(scores, score_gradients);
+                if keys.len() == p.keys {
+                    softmax.sum_over_all_keys::<S>(scores, score_gradients, dots);
+                }
+                softmax.score_gradients::<S>(scores, score_gradients, dots);
                 p.add_to_keys::<S>(score_gradients, cols, &scratch.query_rows[n * rows_size..], dk);
                 let sums = &mut scratch.sums[n * size..][..p.width * line];
                 let whole = keys_transposed.whole();
@@ -536,8 +531,6 @@ impl Kernel for Backward<'_> {
 struct SoftmaxLines<'a> {
     max: &'a [f32],
     inverse: &'a [f32],
-    /// The sums of result times gradient.
-    dots: &'a [f32],
     /// [`Problem::scale`].
     scale: f32,
 }
@@ -561,16 +554,39 @@ impl SoftmaxLines<'_> {
         }
     }
 
-    /// Replaces the gradients of the probabilities, `[keys][line]`, by those of q k^T.
+    /// Computes result times gradient of each query from the gradients of the probabilities, `[keys][line]`, of all its keys. The gradients
+    /// of the scores of a query then add up to zero but for the rounding of this sum, so that what cancels in the gradient of a bias of all
+    /// keys is not lost in the rounding of the result.
     #[inline(always)]
     #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
-    fn score_gradients<S: Simd>(&self, exponentials: &[f32], gradients: &mut [f32]) {
+    fn sum_over_all_keys<S: Simd>(&self, exponentials: &[f32], gradients: &[f32], dots: &mut [f32]) {
         let line = self.max.len();
+        assert_eq!(dots.len(), line);
         for lane in (0..line).step_by(S::LANES) {
-            // SAFETY: the lines of this struct, and each line of `exponentials` and `gradients`, have `line` elements, a
-            // multiple of `S::LANES`; `lane` is the start of a vector of it.
+            // SAFETY: the lines of this struct, `dots`, and each line of `exponentials` and `gradients`, have `line` elements, a multiple of
+            // `S::LANES`; `lane` is the start of a vector of it.
             unsafe {
-                let dot = S::load(self.dots.as_ptr().add(lane));
+                let mut sum = S::splat(0.0);
+                for (e, gradient) in exponentials.chunks_exact(line).zip(gradients.chunks_exact(line)) {
+                    sum = S::mul_add(S::load(e.as_ptr().add(lane)), S::load(gradient.as_ptr().add(lane)), sum);
+                }
+                let dot = S::mul(sum, S::load(self.inverse.as_ptr().add(lane)));
+                S::store(dots.as_mut_ptr().add(lane), dot);
+            }
+        }
+    }
+
+    /// Replaces the gradients of the probabilities, `[keys][line]`, by those of q k^T. `dots`: result times gradient of each query.
+    #[inline(always)]
+    #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
+    fn score_gradients<S: Simd>(&self, exponentials: &[f32], gradients: &mut [f32], dots: &[f32]) {
+        let line = self.max.len();
+        assert_eq!(dots.len(), line);
+        for lane in (0..line).step_by(S::LANES) {
+            // SAFETY: the lines of this struct, `dots`, and each line of `exponentials` and `gradients`, have `line` elements, a multiple of
+            // `S::LANES`; `lane` is the start of a vector of it.
+            unsafe {
+                let dot = S::load(dots.as_ptr().add(lane));
                 let factor = S::mul(S::load(self.inverse.as_ptr().add(lane)), S::splat(self.scale));
                 let lines = exponentials.chunks_exact(line).zip(gradients.chunks_exact_mut(line));
                 for (e, gradient) in lines {
