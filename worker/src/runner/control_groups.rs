@@ -287,7 +287,7 @@ mod tests {
         let left = root.path().join(format!("{PREFIX}1"));
         fs::create_dir(&left).unwrap();
         let group = groups.create(&format!("{PREFIX}1")).unwrap();
-        assert_eq!(group.folders, [left.clone()]);
+        assert_eq!(group.folders, std::slice::from_ref(&left));
         // The system refuses to remove a group with processes, as it refuses a folder with files here.
         write(left.join("cgroup.procs"), "7\n");
         assert!(groups.create(&format!("{PREFIX}1")).is_err());
