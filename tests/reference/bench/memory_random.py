@@ -488,6 +488,75 @@ def draw_more(r, process, most):
         train["validation_config"] = {"validation_items": items, "resolution": draw_side(r, most), "validate_every_n_steps": 1}
 
 
+def draw_network(r, network, has_transformer):
+    """Another kind of network than LoRA, with the options that only it has."""
+    kind = r.choice(["lokr", "lokr", "loha", "dora", "fullrank"] + ([] if has_transformer else ["locon"]))
+    network["type"] = kind
+    if kind in ("lokr", "loha", "fullrank"):
+        network.pop("dropout", None)
+    if kind == "lokr":
+        network["lokr_full_rank"] = r.random() < 0.5
+        network["lokr_factor"] = r.choice([-1, 4, 8, 16])
+    if kind in ("locon", "lokr", "loha") and "conv" in network and r.random() < 0.3:
+        network.setdefault("network_kwargs", {})["use_cp"] = True
+
+
+def draw_wide(r, process, images):
+    """Options that change what a step holds: kinds of networks, 16 bits, preservation, masks, caches, other losses."""
+    section, train, network = process["model"], process.get("train"), process.get("network")
+    has_transformer = section["arch"] in TRANSFORMERS
+    if r.random() < 0.2:
+        section["dtype"] = r.choice(["bfloat16", "bfloat16", "float16"])
+        if train:
+            train["dtype"] = section["dtype"]
+    if not train:
+        if r.random() < 0.25:
+            side = draw_side(r, 6)
+            process.update(type="batch_img2img", datasets=[{"folder_path": "FOLDER/data0", "caption_ext": "txt", "resolution": side}])
+            generate = process["generate"]
+            process["generate"] = {key: generate[key] for key in ("sampler", "sample_steps", "guidance_scale")}
+            images.append((0, side + 3, side + 3, r.randint(1, 2)))
+        return
+    datasets = process["datasets"]
+    if network and r.random() < 0.5:
+        draw_network(r, network, has_transformer)
+    is_trained_text = train.get("train_text_encoder", False)
+    if r.random() < 0.2:
+        for dataset in datasets:
+            dataset["flip_x"] = True
+    if not is_trained_text and r.random() < 0.25:
+        for dataset in datasets:
+            dataset["cache_text_embeddings"] = True
+    kept = r.random()
+    if network and kept < 0.08:
+        process["trigger_word"] = "zorb"
+        train.update(diff_output_preservation=True, diff_output_preservation_class="thing")
+    elif network and kept < 0.14:
+        train["blank_prompt_preservation"] = True
+    elif network and kept < 0.18:
+        train["do_prior_divergence"] = True
+    elif network and kept < 0.24:
+        for dataset in datasets:
+            dataset["mask_path"] = dataset["folder_path"]
+        train["inverted_mask_prior"] = r.random() < 0.6
+    elif kept < 0.28 and not is_trained_text:
+        train.update(do_cfg=True, cfg_scale=3.0)
+    elif kept < 0.32 and not is_trained_text:
+        train["do_guidance_loss"] = True
+    if r.random() < 0.15:
+        train["loss_type"] = r.choice(["mae", "pseudo_huber", "wavelet"])
+    if r.random() < 0.08:
+        train["single_item_batching"] = True
+    if train["optimizer"] in ("adafactor", "automagic") and r.random() < 0.3:
+        train["do_paramiter_swapping"] = True
+    if network and network["type"] in ("lora", "locon") and r.random() < 0.06:
+        train["merge_network_on_save"] = True
+    if r.random() < 0.2:
+        process["save"]["save_every"] = 1
+    if r.random() < 0.15 and network:
+        train["min_snr_gamma"] = 5.0
+
+
 def draw_job(seed, only=None, has_transformer=False):
     """Draws a job: its model, its process, the images of its data sets, its profile."""
     r = random.Random(f"memory-{seed}")
@@ -500,6 +569,7 @@ def draw_job(seed, only=None, has_transformer=False):
     profile = r.choice(PROFILES)
     # With a generator of its own, so that the jobs of earlier measurements stay what they were.
     draw_more(random.Random(f"memory-more-{seed}"), process, most)
+    draw_wide(random.Random(f"memory-wide-{seed}"), process, images)
     return {"seed": seed, "model": model, "profile": profile, "process": process, "images": images}
 
 
