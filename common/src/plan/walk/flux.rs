@@ -12,36 +12,47 @@ use super::tokens::Rotary;
 use crate::plan::shapes::TransformerShapes;
 use std::rc::Rc;
 
-/// The layers of one stream, text or image, of a double block.
+/// The layers of one stream, text or image, of a double block, without those that make its modulation.
 struct Stream {
     attention: Projections,
-    norm1: AdaNorm<6>,
     to_out: Layer,
     ff: FeedForward,
 }
 
 impl Stream {
-    fn after_attention(&self, walk: &Walk, x: &Shaped, attended: &Shaped, vectors: &[Shaped; 6]) -> Shaped {
-        let [_, _, gate_attention, shift, scale, gate] = vectors;
+    /// `vectors`: the gate of attention, shift, scale and gate of the feed-forward.
+    fn after_attention(&self, walk: &Walk, x: &Shaped, attended: &Shaped, vectors: &[Shaped]) -> Shaped {
+        let [gate_attention, shift, scale, gate] = vectors else {
+            return x.clone();
+        };
         let x = walk.gated_residual(x, gate_attention, &walk.linear(&self.to_out, attended));
         gated_feed_forward(walk, &self.ff, &x, [shift, scale, gate])
     }
 }
 
-struct DoubleBlock {
+/// What double blocks of FLUX.1 and Chroma have in common: all layers but those that make the modulation.
+pub(super) struct DoubleStreams {
     image: Stream,
     text: Stream,
     options: AttentionOptions,
 }
 
-impl DoubleBlock {
-    fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
+impl DoubleStreams {
+    /// `modulation` makes the layers of a stream's modulation, if there are some, by the name of its norm.
+    pub(super) fn new(
+        b: &mut Builder,
+        name: &str,
+        sizes: Sizes,
+        modulation: &mut dyn FnMut(&mut Builder, &str),
+    ) -> Self {
         let (width, attn) = (sizes.width, format!("{name}.attn"));
-        let stream = |b: &mut Builder, attention: Projections, norm: &str, out: &str, ff: &str| Stream {
-            attention,
-            norm1: AdaNorm::new(b, &format!("{name}.{norm}"), width),
-            to_out: b.layer(&format!("{attn}.{out}"), LayerSizes::linear(width, width, true)),
-            ff: FeedForward::new(b, &format!("{name}.{ff}"), width),
+        let mut stream = |b: &mut Builder, attention: Projections, norm: &str, out: &str, ff: &str| {
+            modulation(b, &format!("{name}.{norm}"));
+            Stream {
+                attention,
+                to_out: b.layer(&format!("{attn}.{out}"), LayerSizes::linear(width, width, true)),
+                ff: FeedForward::new(b, &format!("{name}.{ff}"), width),
+            }
         };
         let of_image = Projections::of_image(b, &attn, width, Some(sizes.head_width));
         let image = stream(b, of_image, "norm1", "to_out.0", "ff");
@@ -54,22 +65,57 @@ impl DoubleBlock {
         }
     }
 
-    /// `masked`: some of the text is masked.
-    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary, masked: bool) -> Vec<Shaped> {
-        let (h, image_vectors) = self.image.norm1.forward(walk, x, temb);
-        let (h_text, text_vectors) = self.text.norm1.forward(walk, text, temb);
-        let image_qkv = self.image.attention.forward(walk, &h);
-        let text_qkv = self.text.attention.forward(walk, &h_text);
+    /// `modulated`: both, modulated for attention. `vectors`: those of both after the first two. `masked`: some of the text is masked.
+    pub(super) fn forward(
+        &self,
+        walk: &Walk,
+        [x, text]: [&Shaped; 2],
+        [h, h_text]: [&Shaped; 2],
+        [image_vectors, text_vectors]: [&[Shaped]; 2],
+        (rotary, masked): (&Rotary, bool),
+    ) -> Vec<Shaped> {
+        let image_qkv = self.image.attention.forward(walk, h);
+        let text_qkv = self.text.attention.forward(walk, h_text);
         let joined = [0, 1, 2].map(|i: usize| walk.cat(&text_qkv[i], &image_qkv[i]));
         let all = attend(walk, &joined, rotary, with_mask(self.options, masked));
         drop(joined);
         let attended = walk.narrow(&all, 1, x.dims[1]);
         let attended_text = walk.narrow(&all, 1, text.dims[1]);
-        let text = self.text.after_attention(walk, text, &attended_text, &text_vectors);
+        let text = self.text.after_attention(walk, text, &attended_text, text_vectors);
         drop(attended_text);
-        let x = self.image.after_attention(walk, x, &attended, &image_vectors);
-        drop((h, h_text, image_qkv, text_qkv, all));
+        let x = self.image.after_attention(walk, x, &attended, image_vectors);
+        drop((image_qkv, text_qkv, all));
         vec![x, text]
+    }
+}
+
+struct DoubleBlock {
+    norms: Vec<AdaNorm<6>>,
+    streams: DoubleStreams,
+}
+
+impl DoubleBlock {
+    fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
+        let mut norms = Vec::new();
+        let streams = DoubleStreams::new(b, name, sizes, &mut |b, norm| {
+            norms.push(AdaNorm::new(b, norm, sizes.width));
+        });
+        Self { norms, streams }
+    }
+
+    /// `masked`: some of the text is masked.
+    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary, masked: bool) -> Vec<Shaped> {
+        let [image_norm, text_norm] = self.norms.as_slice() else {
+            return vec![x.clone(), text.clone()];
+        };
+        let (h, image_vectors) = image_norm.forward(walk, x, temb);
+        let (h_text, text_vectors) = text_norm.forward(walk, text, temb);
+        let vectors = [&image_vectors[2..], &text_vectors[2..]];
+        let outputs = self
+            .streams
+            .forward(walk, [x, text], [&h, &h_text], vectors, (rotary, masked));
+        drop((h, h_text));
+        outputs
     }
 }
 
@@ -87,19 +133,18 @@ fn attend(walk: &Walk, [q, k, v]: &[Shaped; 3], rotary: &Rotary, options: Attent
     walk.attention(&q, &k, v, options)
 }
 
-struct SingleBlock {
-    norm: AdaNorm<3>,
+/// What single blocks of FLUX.1 and Chroma have in common: all layers but those that make the modulation.
+pub(super) struct SingleStream {
     attention: Projections,
     proj_mlp: Layer,
     proj_out: Layer,
     options: AttentionOptions,
 }
 
-impl SingleBlock {
-    fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
+impl SingleStream {
+    pub(super) fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
         let width = sizes.width;
         Self {
-            norm: AdaNorm::new(b, &format!("{name}.norm"), width),
             attention: Projections::of_image(b, &format!("{name}.attn"), width, Some(sizes.head_width)),
             proj_mlp: b.layer(
                 &format!("{name}.proj_mlp"),
@@ -113,25 +158,60 @@ impl SingleBlock {
         }
     }
 
-    /// `masked`: as of a double block.
-    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary, masked: bool) -> Shaped {
-        let (h, [_, _, gate]) = self.norm.forward(walk, x, temb);
-        let mlp = walk.activation(&walk.linear(&self.proj_mlp, &h), Activation::GeluTanh);
-        let qkv = self.attention.forward(walk, &h);
+    /// `h`: x, modulated. `masked`: as of a double block.
+    pub(super) fn forward(&self, walk: &Walk, [x, h, gate]: [&Shaped; 3], (rotary, masked): (&Rotary, bool)) -> Shaped {
+        let mlp = walk.activation(&walk.linear(&self.proj_mlp, h), Activation::GeluTanh);
+        let qkv = self.attention.forward(walk, h);
         let attended = attend(walk, &qkv, rotary, with_mask(self.options, masked));
         drop(qkv);
         let both = walk.joined_features(&attended, &mlp);
-        let y = walk.gated_residual(x, &gate, &walk.linear(&self.proj_out, &both));
-        drop((h, mlp, attended, both));
+        let y = walk.gated_residual(x, gate, &walk.linear(&self.proj_out, &both));
+        drop((mlp, attended, both));
         y
     }
 }
 
+struct SingleBlock {
+    norm: AdaNorm<3>,
+    stream: SingleStream,
+}
+
+impl SingleBlock {
+    fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
+        Self {
+            norm: AdaNorm::new(b, &format!("{name}.norm"), sizes.width),
+            stream: SingleStream::new(b, name, sizes),
+        }
+    }
+
+    /// `masked`: as of a double block.
+    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary, masked: bool) -> Shaped {
+        let (h, [_, _, gate]) = self.norm.forward(walk, x, temb);
+        let y = self.stream.forward(walk, [x, &h, &gate], (rotary, masked));
+        drop(h);
+        y
+    }
+}
+
+/// Sizes of a block.
 #[derive(Clone, Copy)]
-struct Sizes {
-    width: f64,
-    head_width: f64,
+pub(super) struct Sizes {
+    pub(super) width: f64,
+    pub(super) head_width: f64,
     options: AttentionOptions,
+}
+
+impl Sizes {
+    pub(super) fn of(shapes: &TransformerShapes) -> Self {
+        Self {
+            width: shapes.width(),
+            head_width: f64::from(shapes.head_width),
+            options: AttentionOptions {
+                heads: f64::from(shapes.heads),
+                ..AttentionOptions::default()
+            },
+        }
+    }
 }
 
 /// FLUX.1's transformer.
@@ -151,14 +231,7 @@ pub(in crate::plan) struct Flux {
 impl Flux {
     pub(in crate::plan) fn new(b: &mut Builder, shapes: &TransformerShapes) -> Self {
         let (width, token) = (shapes.width(), shapes.token());
-        let sizes = Sizes {
-            width,
-            head_width: f64::from(shapes.head_width),
-            options: AttentionOptions {
-                heads: f64::from(shapes.heads),
-                ..AttentionOptions::default()
-            },
-        };
+        let sizes = Sizes::of(shapes);
         let linear = |b: &mut Builder, name: &str, inputs: f64, outputs: f64| {
             b.layer(name, LayerSizes::linear(inputs, outputs, true))
         };

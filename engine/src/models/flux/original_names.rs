@@ -116,7 +116,7 @@ fn of_block((original, diffusers): (&str, &str), index: usize, (name, parts): Bl
 }
 
 /// The layers of the original release that a model with these layers (diffusers' paths) has, and the names of XLabs for them.
-/// Empty if the model is not FLUX.1.
+/// Empty if the model is neither FLUX.1 nor Chroma, which has the same layers in its blocks but those that make the modulation.
 #[must_use]
 pub fn original_layers(paths: &[&str]) -> Vec<OriginalLayer> {
     let known: HashSet<&str> = paths.iter().copied().collect();
@@ -137,8 +137,8 @@ pub fn original_layers(paths: &[&str]) -> Vec<OriginalLayer> {
     let double = [&DOUBLE_BLOCK[..], &XLABS_DOUBLE_BLOCK].concat();
     let single = [&SINGLE_BLOCK[..], &XLABS_SINGLE_BLOCK].concat();
     outer_layers()
-        .chain(blocks(DOUBLE_BLOCKS, "norm1.linear", double))
-        .chain(blocks(SINGLE_BLOCKS, "norm.linear", single))
+        .chain(blocks(DOUBLE_BLOCKS, "attn.to_q", double))
+        .chain(blocks(SINGLE_BLOCKS, "attn.to_q", single))
         .filter(|layer| layer.parts.iter().all(|part| known.contains(part.as_str())))
         .collect()
 }

@@ -10,8 +10,26 @@ use crate::weights::Index;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// For errors.
-const FAMILY: &str = "FLUX.1";
+/// A family whose single files have these names.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::models) struct Release {
+    /// For errors.
+    pub(in crate::models) family: &'static str,
+    /// Whether each block has layers that make its modulation, with the embeddings of what it follows.
+    pub(in crate::models) has_modulation: bool,
+}
+
+const FLUX: Release = Release {
+    family: "FLUX.1",
+    has_modulation: true,
+};
+/// The beginnings of the names of layers outside the blocks that only a modulation in the blocks has.
+const MODULATION_INPUTS: [&str; 4] = [
+    "time_in.",
+    "vector_in.",
+    "guidance_in.",
+    "final_layer.adaLN_modulation.",
+];
 /// The last part of the name of a norm's tensor: that of the release, and that of later versions of ComfyUI.
 const NORM_TENSORS: [&str; 2] = ["scale", "weight"];
 
@@ -25,7 +43,8 @@ fn first_prefix_of(index: &Index, blocks: &str) -> Option<&'static str> {
     prefixes.find(|prefix| count_blocks(index, &format!("{prefix}{blocks}")) > 0)
 }
 
-fn original_prefix(index: &Index) -> Option<&'static str> {
+/// What stands before the names of the original release; `None`: the tensors have other names.
+pub(in crate::models) fn original_prefix(index: &Index) -> Option<&'static str> {
     first_prefix_of(index, DOUBLE_BLOCKS.0).or_else(|| first_prefix_of(index, SINGLE_BLOCKS.0))
 }
 
@@ -35,16 +54,24 @@ fn original_prefix(index: &Index) -> Option<&'static str> {
 /// # Errors
 /// When there is no transformer of FLUX.1, or a tensor with an original name is missing or has a shape that does not fit the others.
 pub fn with_diffusers_names(index: &Index) -> Result<Index> {
-    if let Some(prefix) = original_prefix(index) {
-        return from_original(index, prefix);
+    match original_prefix(index) {
+        Some(prefix) => from_original(index, prefix, FLUX),
+        None => without_prefixes(index, FLUX),
     }
+}
+
+/// The tensors of a file with diffusers' names, without what stands before them.
+///
+/// # Errors
+/// When there are no blocks.
+pub(in crate::models) fn without_prefixes(index: &Index, release: Release) -> Result<Index> {
     let prefix = first_prefix_of(index, DOUBLE_BLOCKS.1).or_else(|| first_prefix_of(index, SINGLE_BLOCKS.1));
     let prefix = prefix.ok_or_else(|| {
         file_error(
             index,
             format!(
-                "it has no transformer of FLUX.1: expected tensors such as `{}.0.img_attn.qkv.weight` or `{}.0.attn.to_q.weight`",
-                DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1
+                "it has no transformer of {}: expected tensors such as `{}.0.img_attn.qkv.weight` or `{}.0.attn.to_q.weight`",
+                release.family, DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1
             ),
         )
     })?;
@@ -58,13 +85,14 @@ struct Sizes {
     in_channels: usize,
     out_channels: usize,
     text: usize,
+    /// 0 without modulation in the blocks.
     pooled: usize,
     has_guidance: bool,
 }
 
 impl Sizes {
-    fn of(index: &Index, prefix: &str) -> Result<Self> {
-        let side = |name: &str, axis: usize| side(index, FAMILY, &format!("{prefix}{name}"), axis);
+    fn of(index: &Index, prefix: &str, release: Release) -> Result<Self> {
+        let side = |name: &str, axis: usize| side(index, release.family, &format!("{prefix}{name}"), axis);
         let norm = |name: &str| {
             let names = NORM_TENSORS.map(|last| format!("{name}.{last}"));
             let found = names.iter().find(|name| index.contains(&format!("{prefix}{name}")));
@@ -80,7 +108,10 @@ impl Sizes {
             in_channels: side("img_in.weight", 1)?,
             out_channels: side("final_layer.linear.weight", 0)?,
             text: side("txt_in.weight", 1)?,
-            pooled: side("vector_in.in_layer.weight", 1)?,
+            pooled: match release.has_modulation {
+                true => side("vector_in.in_layer.weight", 1)?,
+                false => 0,
+            },
             has_guidance: index.contains(&format!("{prefix}guidance_in.in_layer.weight")),
         })
     }
@@ -110,13 +141,19 @@ impl Sizes {
     }
 }
 
-fn from_original(index: &Index, prefix: &str) -> Result<Index> {
-    let sizes = Sizes::of(index, prefix)?;
+/// The embeddings, blocks and the output layer under diffusers' names. `prefix`: as [`original_prefix`] returns it.
+///
+/// # Errors
+/// When a tensor is missing or has a shape that does not fit the others.
+pub(in crate::models) fn from_original(index: &Index, prefix: &str, release: Release) -> Result<Index> {
+    let sizes = Sizes::of(index, prefix, release)?;
     let double = count_blocks(index, &format!("{prefix}{}", DOUBLE_BLOCKS.0));
     let single = count_blocks(index, &format!("{prefix}{}", SINGLE_BLOCKS.0));
     let (mut whole, mut parts) = (BTreeMap::new(), BTreeMap::new());
     for layer in layers_of_model(double, single) {
-        if layer.name.starts_with("guidance_in.") && !sizes.has_guidance {
+        if layer.name.starts_with("guidance_in.") && !sizes.has_guidance
+            || !release.has_modulation && is_of_modulation(&layer.name)
+        {
             continue;
         }
         let [rows, columns] = sizes.of_layer(&layer.name);
@@ -143,12 +180,18 @@ fn from_original(index: &Index, prefix: &str) -> Result<Index> {
     Ok(renamed.merged(index.views(|name, _| parts.get(name).cloned().unwrap_or_default())))
 }
 
+/// Whether a layer makes the modulation of blocks or is one of its inputs.
+fn is_of_modulation(name: &str) -> bool {
+    let ends = ["_mod.lin", ".modulation.lin"];
+    MODULATION_INPUTS.iter().any(|start| name.starts_with(start)) || ends.iter().any(|end| name.ends_with(end))
+}
+
 /// The config of a transformer whose tensors have diffusers' names.
 ///
 /// # Errors
 /// When a tensor is missing that shows a size.
 pub fn config_of(index: &Index) -> Result<FluxConfig> {
-    let side = |name: &str, axis: usize| side(index, FAMILY, name, axis);
+    let side = |name: &str, axis: usize| side(index, FLUX.family, name, axis);
     let (double, single) = (
         count_blocks(index, DOUBLE_BLOCKS.1),
         count_blocks(index, SINGLE_BLOCKS.1),
@@ -162,8 +205,6 @@ pub fn config_of(index: &Index) -> Result<FluxConfig> {
             format!("{width} features cannot be split into heads of {head_width}"),
         ));
     }
-    // 16, 56 and 56 of 128 in every published model.
-    let side_axis = head_width.saturating_mul(7) / 16 / 2 * 2;
     Ok(FluxConfig {
         in_channels: side("x_embedder.weight", 1)?,
         out_channels: Some(side("proj_out.weight", 0)?),
@@ -174,9 +215,15 @@ pub fn config_of(index: &Index) -> Result<FluxConfig> {
         joint_attention_dim: side("context_embedder.weight", 1)?,
         pooled_projection_dim: side("time_text_embed.text_embedder.linear_1.weight", 1)?,
         guidance_embeds: index.contains("time_text_embed.guidance_embedder.linear_1.weight"),
-        axes_dims_rope: vec![head_width - 2 * side_axis, side_axis, side_axis],
+        axes_dims_rope: axes_of(head_width),
         patch_size: 1,
     })
+}
+
+/// `axes_dims_rope` for heads of this width: 16, 56 and 56 of 128 in every published model.
+pub(in crate::models) fn axes_of(head_width: usize) -> Vec<usize> {
+    let side_axis = head_width.saturating_mul(7) / 16 / 2 * 2;
+    vec![head_width - 2 * side_axis, side_axis, side_axis]
 }
 
 /// A config as diffusers writes it to `transformer/config.json`.

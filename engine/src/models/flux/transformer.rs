@@ -12,7 +12,7 @@ use serde::Deserialize;
 use std::sync::Arc;
 
 /// Rows and columns of latents that make one token.
-const PATCH: usize = 2;
+pub(in crate::models) const PATCH: usize = 2;
 
 /// `transformer/config.json`. Missing keys have the values of diffusers' class.
 #[derive(Clone, Debug, Deserialize)]
@@ -104,18 +104,7 @@ impl FluxTransformer2DModel {
             head_width: config.attention_head_dim,
         };
         let out_channels = config.out_channels.unwrap_or(config.in_channels);
-        let &[first, rows, columns] = config.axes_dims_rope.as_slice() else {
-            return Err(weights.config_error("axes_dims_rope must have three numbers".into()));
-        };
-        let axes = [first, rows, columns];
-        // Checked, so that no sum wraps around to the right one: the axes become tables.
-        let sum = axes.iter().try_fold(0_usize, |sum, axis| sum.checked_add(*axis));
-        if sizes.heads == 0 || sum != Some(sizes.head_width) || axes.iter().any(|axis| axis % 2 != 0) {
-            return Err(weights.config_error(format!(
-                "axes_dims_rope {axes:?} must be even and add up to attention_head_dim {}",
-                sizes.head_width
-            )));
-        }
+        let axes = rotated_axes(weights, &config.axes_dims_rope, sizes)?;
         if config.patch_size != 1
             || out_channels != config.in_channels
             || !config.in_channels.is_multiple_of(PATCH * PATCH)
@@ -206,7 +195,7 @@ impl FluxTransformer2DModel {
             tokens = Tensor::cat(&[&tokens, &pack(control)?], 1)?;
         }
         let tokens = self.x_embedder.forward(&tokens)?;
-        let (text, bias) = masked_text(conditions, tokens.dim(1)?)?;
+        let (text, bias) = masked_text(conditions.text, conditions.text_lengths, tokens.dim(1)?)?;
         let text = self.context_embedder.forward(&text)?;
         let text_length = text.dim(1)?;
         let size = (height / PATCH, width / PATCH);
@@ -277,11 +266,34 @@ impl VisitLayers for FluxTransformer2DModel {
     }
 }
 
+/// The features of a head that are rotated by each axis, `axes_dims_rope` of a config.
+///
+/// # Errors
+/// When there are not three of them, or they do not add up to the features of a head.
+pub(in crate::models) fn rotated_axes(weights: &Weights, given: &[usize], sizes: FluxSizes) -> Result<[usize; 3]> {
+    let &[first, rows, columns] = given else {
+        return Err(weights.config_error("axes_dims_rope must have three numbers".into()));
+    };
+    let axes = [first, rows, columns];
+    // Checked, so that no sum wraps around to the right one: the axes become tables.
+    let sum = axes.iter().try_fold(0_usize, |sum, axis| sum.checked_add(*axis));
+    if sizes.heads == 0 || sum != Some(sizes.head_width) || axes.iter().any(|axis| axis % 2 != 0) {
+        return Err(weights.config_error(format!(
+            "axes_dims_rope {axes:?} must be even and add up to attention_head_dim {}",
+            sizes.head_width
+        )));
+    }
+    Ok(axes)
+}
+
 /// The encoded text without the padding that no token of any item attends to, and the attention bias that masks the rest of the padding;
 /// the keys are the text and `others`. All text is at the origin, so that shorter text changes no position.
-fn masked_text(conditions: &FluxConditions<'_>, others: usize) -> Result<(Tensor, Option<Tensor>)> {
-    let text = conditions.text;
-    let Some(lengths) = conditions.text_lengths else {
+pub(in crate::models) fn masked_text(
+    text: &Tensor,
+    lengths: Option<&[usize]>,
+    others: usize,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let Some(lengths) = lengths else {
         return Ok((text.clone(), None));
     };
     let (batch, places, _) = text.dims3()?;
@@ -299,7 +311,7 @@ fn masked_text(conditions: &FluxConditions<'_>, others: usize) -> Result<(Tensor
 }
 
 /// Latents [b, c, h, w] -> tokens [b, h / 2 * w / 2, 4 c]: a token has the 2 x 2 values of each channel, channel by channel.
-fn pack(latents: &Tensor) -> Result<Tensor> {
+pub(in crate::models) fn pack(latents: &Tensor) -> Result<Tensor> {
     let (batch, channels, height, width) = latents.dims4()?;
     let (rows, columns) = (height / PATCH, width / PATCH);
     let packed = latents
@@ -311,7 +323,7 @@ fn pack(latents: &Tensor) -> Result<Tensor> {
 }
 
 /// The reverse of [`pack`].
-fn unpack(tokens: &Tensor, height: usize, width: usize) -> Result<Tensor> {
+pub(in crate::models) fn unpack(tokens: &Tensor, height: usize, width: usize) -> Result<Tensor> {
     let (batch, _, features) = tokens.dims3()?;
     let (rows, columns, channels) = (height / PATCH, width / PATCH, features / (PATCH * PATCH));
     let latents = tokens
