@@ -161,6 +161,45 @@ pub(crate) fn zimage_folder(is_base: bool) -> tempfile::TempDir {
     folder
 }
 
+/// The tensors of tiny_chroma's transformer: formulas of their names, as in `tests/reference/tiny_chroma.py`.
+pub(crate) fn chroma_tensors() -> BTreeMap<String, Tensor> {
+    let shapes = std::fs::read(fixtures().join("tiny_chroma/transformer/tensors.json")).unwrap();
+    let shapes: BTreeMap<String, Vec<usize>> = serde_json::from_slice(&shapes).unwrap();
+    let tensor = |(name, shape): (String, Vec<usize>)| {
+        let (scale, offset) = match shape.as_slice() {
+            [_] if name.contains("norm") => (0.3, 1.0),
+            [_] => (0.1, 0.0),
+            _ => ((3.0 / *shape.last().unwrap() as f64).sqrt() as f32, 0.0),
+        };
+        let numbers = formula(&name, shape.iter().product(), scale);
+        let numbers: Vec<f32> = numbers.into_iter().map(|number| number + offset).collect();
+        (name, Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap())
+    };
+    shapes.into_iter().map(tensor).collect()
+}
+
+/// tiny_chroma with the second text encoder and the VAE of tiny_flux.
+pub(crate) fn chroma_folder() -> tempfile::TempDir {
+    let (folder, tiny) = (tempfile::tempdir().unwrap(), fixtures().join("tiny_chroma"));
+    let link = |source: PathBuf, to: &str| std::os::unix::fs::symlink(source, folder.path().join(to)).unwrap();
+    let flux = fixtures().join("tiny_flux");
+    for (from, to) in [
+        ("vae", "vae"),
+        ("text_encoder_2", "text_encoder"),
+        ("tokenizer_2", "tokenizer"),
+    ] {
+        link(flux.join(from), to);
+    }
+    link(tiny.join("model_index.json"), "model_index.json");
+    link(tiny.join("scheduler"), "scheduler");
+    std::fs::create_dir(folder.path().join("transformer")).unwrap();
+    link(tiny.join("transformer/config.json"), "transformer/config.json");
+    let weights = safetensors_bytes(&chroma_tensors(), &BTreeMap::new()).unwrap();
+    let file = folder.path().join("transformer/diffusion_pytorch_model.safetensors");
+    std::fs::write(file, weights).unwrap();
+    folder
+}
+
 /// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that
 /// its file gets in the folder.
 pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfile::TempDir {

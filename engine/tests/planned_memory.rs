@@ -219,6 +219,31 @@ fn predictions_of_transformers_for_cpus_are_what_the_kernels_take() {
 }
 
 #[test]
+fn predictions_of_chroma_are_what_it_takes() {
+    alone("predictions_of_chroma_are_what_it_takes", || {
+        let mut comparison = Comparison::within(-0.10..=0.10);
+        for seed in seeds() {
+            let case = transformers::Case::chroma(seed, true);
+            comparison.add(
+                &format!("seed {seed} on a CPU, {}", case.describe()),
+                case.phases(cpu_phases),
+            );
+            // Portable mode is slow.
+            if !are_few() {
+                portable(|| {
+                    let case = transformers::Case::chroma(seed, false);
+                    comparison.add(
+                        &format!("seed {seed}, {}", case.describe()),
+                        case.phases(portable_phases),
+                    );
+                });
+            }
+        }
+        comparison.finish();
+    });
+}
+
+#[test]
 fn predictions_of_steps_with_other_adapters_are_what_they_take() {
     if skips_long_tests() {
         return;

@@ -35,7 +35,11 @@ fn license(base: &str) -> Option<License> {
         "stabilityai/stable-diffusion-2-1"
         | "stabilityai/stable-diffusion-2-1-base"
         | "stabilityai/stable-diffusion-xl-base-1.0" => known("openrail++"),
-        "black-forest-labs/FLUX.1-schnell" | "Tongyi-MAI/Z-Image-Turbo" | "Tongyi-MAI/Z-Image" => known("apache-2.0"),
+        "black-forest-labs/FLUX.1-schnell"
+        | "lodestones/Chroma1-HD"
+        | "lodestones/Chroma1-Base"
+        | "Tongyi-MAI/Z-Image-Turbo"
+        | "Tongyi-MAI/Z-Image" => known("apache-2.0"),
         "black-forest-labs/FLUX.1-dev" | "black-forest-labs/FLUX.1-Kontext-dev" => other(
             "flux-1-dev-non-commercial-license",
             "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
@@ -55,6 +59,7 @@ fn family_tag(arch: ArchName) -> Option<&'static str> {
         ArchName::Sdxl => Some("stable-diffusion-xl"),
         ArchName::Sd3 => Some("sd3"),
         ArchName::Flux | ArchName::FluxKontext => Some("flux"),
+        ArchName::Chroma => Some("chroma"),
         ArchName::Zimage => Some("z-image"),
         _ => None,
     }

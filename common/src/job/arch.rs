@@ -7,7 +7,7 @@ use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, FLUX.1, FLUX.1 Kontext and Z-Image (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`, `flux_kontext`, `zimage`)";
+const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, FLUX.1, FLUX.1 Kontext, Chroma and Z-Image (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`, `flux_kontext`, `chroma`, `zimage`)";
 
 choices! {
     /// A family of models.
@@ -45,7 +45,7 @@ choices! {
         /// Lumina Image 2.
         Lumina2 = "lumina2", Refused(LATER);
         /// Chroma.
-        Chroma = "chroma", Refused(LATER);
+        Chroma = "chroma", Works;
         /// Chroma Radiance.
         ChromaRadiance = "chroma_radiance", Refused(LATER);
         /// Zeta Chroma.
@@ -123,7 +123,10 @@ impl ArchName {
     /// Whether the family was trained by flow matching. Those that this release runs.
     #[must_use]
     pub fn is_flow(self) -> bool {
-        matches!(self, Self::Sd3 | Self::Flux | Self::FluxKontext | Self::Zimage)
+        matches!(
+            self,
+            Self::Sd3 | Self::Flux | Self::FluxKontext | Self::Chroma | Self::Zimage
+        )
     }
 
     /// Whether the model is a FLUX.1, with or without a control image: the same files and parts.
@@ -136,7 +139,7 @@ impl ArchName {
     /// single files may have the transformer alone.
     #[must_use]
     pub fn takes_parts(self) -> bool {
-        self.is_flux() || matches!(self, Self::Sd3 | Self::Zimage)
+        self.is_flux() || matches!(self, Self::Sd3 | Self::Chroma | Self::Zimage)
     }
 
     /// Whether the model changes a control image (`ctrl_img`, and `control_path` of a data set). Those that this release runs.
@@ -202,7 +205,14 @@ impl ArchName {
         match self {
             Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Ssd | Self::Vega => "lora_unet_",
             Self::Pixart | Self::PixartSigma | Self::Auraflow => "lora_transformer_",
-            Self::Sd3 | Self::Flux | Self::Flex2 | Self::FluxKontext | Self::Lumina2 | Self::Cogview4 => "transformer.",
+            // ai-toolkit saves the original names of Chroma's layers; we save those of diffusers.
+            Self::Sd3
+            | Self::Flux
+            | Self::Flex2
+            | Self::FluxKontext
+            | Self::Chroma
+            | Self::Lumina2
+            | Self::Cogview4 => "transformer.",
             _ => "diffusion_model.",
         }
     }

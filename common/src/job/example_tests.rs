@@ -165,10 +165,14 @@ fn samplers_must_suit_the_family() {
 }
 
 #[test]
-fn the_text_encoder_of_z_image_is_not_trained() {
-    let text = include_str!("../../../config/examples/train_lora_zimage.yaml");
-    let text = text.replace("batch_size: 1", "batch_size: 1\n        train_text_encoder: true");
-    assert_eq!(refused(&load_text("zimage.yaml", &text)), ["train.train_text_encoder"]);
+fn the_text_encoders_of_chroma_and_z_image_are_not_trained() {
+    for text in [
+        include_str!("../../../config/examples/train_lora_chroma.yaml"),
+        include_str!("../../../config/examples/train_lora_zimage.yaml"),
+    ] {
+        let text = text.replace("batch_size: 1", "batch_size: 1\n        train_text_encoder: true");
+        assert_eq!(refused(&load_text("a.yaml", &text)), ["train.train_text_encoder"]);
+    }
 }
 
 #[test]

@@ -169,7 +169,7 @@ fn the_padding_of_t5_is_that_of_models_with_t5() {
             "{arch}"
         );
     }
-    for arch in ["sd1", "sdxl", "zimage"] {
+    for arch in ["sd1", "sdxl", "chroma", "zimage"] {
         let errors = of_arch(arch);
         let about = errors.iter().filter(|error| error.contains("apply_t5_attn_mask"));
         let about: Vec<String> = about.cloned().collect();

@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_full_finetune_of_a_transformer_trains_no_text_encoder() {
-        for arch in ["flux", "flux_kontext", "sd3", "zimage"] {
+        for arch in ["flux", "flux_kontext", "sd3", "chroma", "zimage"] {
             let job = |network: &str| {
                 errors(&format!(
                     "      model: {{name_or_path: models/m, arch: {arch}}}\n{network}      \

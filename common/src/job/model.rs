@@ -40,8 +40,8 @@ section! {
         is_v_pred: bool = false, Works;
         /// Number format of the arithmetic; trainers use `train.dtype` instead.
         dtype: DType = DType::F16, Works;
-        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; for FLUX.1, Stable Diffusion 3.5 and Z-Image also
-        /// one file (`ae.safetensors`).
+        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; for FLUX.1, Stable Diffusion 3.5, Chroma and
+        /// Z-Image also one file (`ae.safetensors`).
         vae_path: Option<String> = None, Works, input Vae;
         /// Number format of the VAE.
         vae_dtype: Option<DType> = None, Ignored("all components compute in `dtype`"), shown "`dtype`";
@@ -51,11 +51,11 @@ section! {
         vae_device: Option<String> = None, Accepted("never had an effect");
         /// No effect, as in ai-toolkit.
         te_device: Option<String> = None, Accepted("never had an effect");
-        /// Text encoders, as a file (`t5xxl_fp16.safetensors`, `qwen_3_4b.safetensors`, GGUF) or a folder: for FLUX.1 T5, for Stable Diffusion
-        /// 3.5 one or all of CLIP-L, CLIP-G and T5, for Z-Image Qwen3.
+        /// Text encoders, as a file (`t5xxl_fp16.safetensors`, `qwen_3_4b.safetensors`, GGUF) or a folder: for FLUX.1 and Chroma T5, for
+        /// Stable Diffusion 3.5 one or all of CLIP-L, CLIP-G and T5, for Z-Image Qwen3.
         te_name_or_path: Option<String> = None, Works, input Model;
-        /// FLUX.1, Stable Diffusion 3.5, Z-Image: where the parts come from that the model's own file or folder does not have: text encoders,
-        /// tokenizers, VAE and scheduler. A diffusers folder or repository, or a folder with their files.
+        /// FLUX.1, Stable Diffusion 3.5, Chroma, Z-Image: where the parts come from that the model's own file or folder does not have: text
+        /// encoders, tokenizers, VAE and scheduler. A diffusers folder or repository, or a folder with their files.
         extras_name_or_path: Option<String> = None, Works, shown "`name_or_path`", input Model;
         /// Overrides the tag of the latent cache.
         latent_space_version: Option<String> = None, Works;
@@ -360,7 +360,7 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
     ] {
         if value.is_some() && !model.arch.name.takes_parts() {
             let message = format!(
-                "only FLUX.1, Stable Diffusion 3.5 and Z-Image take parts from elsewhere; of `arch: {}`, text encoders and tokenizers are the model's own: remove the key",
+                "only FLUX.1, Chroma, Stable Diffusion 3.5 and Z-Image take parts from elsewhere; of `arch: {}`, text encoders and tokenizers are the model's own: remove the key",
                 model.arch
             );
             report.error(join(path, key), message);

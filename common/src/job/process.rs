@@ -194,9 +194,14 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
             }
         }
     }
-    if arch == ArchName::Zimage && process.train.train_text_encoder {
-        let message = "the text encoder of Z-Image (Qwen3) is not trained: set it to false";
-        report.error(join(path, "train.train_text_encoder"), message.to_owned());
+    let untrained_text = match arch {
+        ArchName::Chroma => Some("Chroma (T5)"),
+        ArchName::Zimage => Some("Z-Image (Qwen3)"),
+        _ => None,
+    };
+    if let Some(model) = untrained_text.filter(|_| process.train.train_text_encoder) {
+        let message = format!("the text encoder of {model} is not trained: set it to false");
+        report.error(join(path, "train.train_text_encoder"), message);
     }
 }
 

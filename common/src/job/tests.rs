@@ -548,7 +548,7 @@ fn parts_from_elsewhere_are_for_families_that_take_them() {
         errors
     };
     for key in ["te_name_or_path", "extras_name_or_path"] {
-        for arch in ["flux", "sd3", "zimage"] {
+        for arch in ["flux", "sd3", "chroma", "zimage"] {
             assert_eq!(errors(arch, key), [""; 0], "{arch}, {key}");
         }
         let refused = errors("sdxl", key);

@@ -65,7 +65,8 @@ const FLUX: Layout = Layout {
     ],
     tokenizers: &["tokenizer", "tokenizer_2"],
 };
-const ZIMAGE: Layout = Layout {
+/// Z-Image, and Chroma.
+const ONE_TEXT_ENCODER: Layout = Layout {
     components: &[
         ("transformer", "diffusion_pytorch_model"),
         ("vae", "diffusion_pytorch_model"),
@@ -91,7 +92,7 @@ fn layout(files: &Inventory) -> Layout {
             false => STABLE_DIFFUSION_3_WITHOUT_T5,
         },
         class if class.starts_with("Flux") => FLUX,
-        class if class.starts_with("ZImage") => ZIMAGE,
+        class if class.starts_with("ZImage") || class.starts_with("Chroma") => ONE_TEXT_ENCODER,
         _ => STABLE_DIFFUSION,
     }
 }

@@ -30,6 +30,7 @@ fn supported() -> String {
             ArchName::Sd3 => "Stable Diffusion 3.5 (`arch: sd3`)".to_owned(),
             ArchName::Flux => "FLUX.1 (`arch: flux`)".to_owned(),
             ArchName::FluxKontext => "FLUX.1 Kontext (`arch: flux_kontext`)".to_owned(),
+            ArchName::Chroma => "Chroma (`arch: chroma`)".to_owned(),
             ArchName::Zimage => "Z-Image (`arch: zimage`)".to_owned(),
             other => format!("`arch: {other}`"),
         })

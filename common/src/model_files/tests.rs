@@ -434,15 +434,18 @@ fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_support
         "models/a.safetensors is FLUX.1: m.safetensors has `double_blocks.0.img_attn.qkv.weight`, without `guidance_in`, as \
          schnell has it, and `model.arch` of the config is `sd1`; set `arch: flux`"
     );
-    let chroma = folder(&[("model_index.json", r#"{"_class_name":"ChromaPipeline"}"#)]);
-    let text = check_supported("c", ArchName::Sd1, &chroma).unwrap_err().to_string();
+    let auraflow = folder(&[("model_index.json", r#"{"_class_name":"AuraFlowPipeline"}"#)]);
+    let text = check_supported("c", ArchName::Sd1, &auraflow).unwrap_err().to_string();
     assert_eq!(
         text,
-        "c is Chroma: model_index.json names ChromaPipeline, and `model.arch` of the config is `sd1`; this release runs Stable \
+        "c is AuraFlow: model_index.json names AuraFlowPipeline, and `model.arch` of the config is `sd1`; this release runs Stable \
          Diffusion 1.x (`arch: sd1`), Stable Diffusion 2.x (`arch: sd2`), Stable Diffusion XL (`arch: sdxl`), Stable Diffusion \
-         3.5 (`arch: sd3`), FLUX.1 (`arch: flux`), FLUX.1 Kontext (`arch: flux_kontext`), Z-Image (`arch: zimage`)"
+         3.5 (`arch: sd3`), FLUX.1 (`arch: flux`), FLUX.1 Kontext (`arch: flux_kontext`), Chroma (`arch: chroma`), \
+         Z-Image (`arch: zimage`)"
     );
-    let text = check_supported("m", ArchName::Chroma, &chroma).unwrap_err().to_string();
+    let text = check_supported("m", ArchName::Auraflow, &auraflow)
+        .unwrap_err()
+        .to_string();
     assert!(!text.contains("model.arch"), "{text}");
     let sd1 = folder(&[("model_index.json", r#"{"_class_name":"StableDiffusionPipeline"}"#)]);
     assert_eq!(check_supported("m", ArchName::Sd1, &sd1), Ok(()));

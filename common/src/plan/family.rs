@@ -20,13 +20,14 @@ const TRANSFORMER: f64 = 0.5;
 const CPU_FRACTION: f64 = 0.8;
 
 /// The known families.
-const FAMILIES: [FamilySpeed; 7] = [
+const FAMILIES: [FamilySpeed; 8] = [
     family("sd1", 803.0, U_NET),
     family("sd2", 803.0, U_NET),
     family("sdxl", 1_589.0, U_NET),
     // Large.
     family("sd3", 7_980.0, TRANSFORMER),
     family("flux", 21_500.0, TRANSFORMER),
+    family("chroma", 15_500.0, TRANSFORMER),
     family("zimage", 13_000.0, TRANSFORMER),
     // 20 billion parameters.
     family("qwen_image", 45_000.0, TRANSFORMER),

@@ -316,6 +316,7 @@ impl ModelShapes {
                     None => LanguageShapes::default(),
                 }
             }
+            TransformerKind::Chroma => LanguageShapes::read_t5(&config("text_encoder")?)?,
             TransformerKind::ZImage => LanguageShapes::read_qwen3(&config("text_encoder")?)?,
         };
         Some(Self {

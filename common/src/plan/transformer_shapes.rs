@@ -18,6 +18,8 @@ pub enum TransformerKind {
     None,
     /// FLUX.1.
     Flux,
+    /// Chroma.
+    Chroma,
     /// Stable Diffusion 3 and 3.5.
     Sd3,
     /// Z-Image.
@@ -34,9 +36,9 @@ pub struct TransformerShapes {
     pub in_channels: u32,
     /// Rows and columns of latents that make one token.
     pub patch: u32,
-    /// Blocks: the double blocks of FLUX.1, the joint blocks of Stable Diffusion 3.5, the blocks of image and caption of Z-Image.
+    /// Blocks: the double blocks of FLUX.1 and Chroma, the joint blocks of Stable Diffusion 3.5, the blocks of image and caption of Z-Image.
     pub blocks: u32,
-    /// The single blocks of FLUX.1; of Z-Image the blocks of the image alone, which are as many as those of the caption alone.
+    /// The single blocks of FLUX.1 and Chroma; of Z-Image the blocks of the image alone, which are as many as those of the caption alone.
     pub single_blocks: u32,
     /// Blocks with a second attention between image tokens, which are the first ones.
     pub dual_blocks: u32,
@@ -54,6 +56,10 @@ pub struct TransformerShapes {
     pub qk_norm: bool,
     /// Rows and columns of its table of positions; 0: it has none.
     pub positions: u32,
+    /// Layers of the network that makes every modulation vector (Chroma's approximator); 0: it has none.
+    pub approximator_layers: u32,
+    /// Features of these layers.
+    pub approximator_width: u32,
 }
 
 /// The kind of a language model.
@@ -137,6 +143,20 @@ impl TransformerShapes {
                 qk_norm: true,
                 ..Self::default()
             },
+            "ChromaTransformer2DModel" => Self {
+                kind: TransformerKind::Chroma,
+                in_channels: n("in_channels", 64)? / 4,
+                patch: 2,
+                blocks: n("num_layers", 19)?,
+                single_blocks: n("num_single_layers", 38)?,
+                heads: n("num_attention_heads", 24)?,
+                head_width: n("attention_head_dim", 128)?,
+                context: n("joint_attention_dim", 4096)?,
+                qk_norm: true,
+                approximator_layers: n("approximator_layers", 5)?,
+                approximator_width: n("approximator_hidden_dim", 5120)?,
+                ..Self::default()
+            },
             "SD3Transformer2DModel" => Self {
                 kind: TransformerKind::Sd3,
                 in_channels: n("in_channels", 16)?,
@@ -175,17 +195,21 @@ impl TransformerShapes {
     }
 
     pub(super) fn is_valid(&self) -> bool {
-        let pooled = self.kind == TransformerKind::ZImage || self.pooled > 0;
+        let has_no_pooled = matches!(self.kind, TransformerKind::Chroma | TransformerKind::ZImage);
+        let has_approximator = self.approximator_width > 0 || self.kind != TransformerKind::Chroma;
         let sizes = [self.in_channels, self.heads, self.head_width, self.context];
         sizes.iter().all(|size| (1..=MAX_WIDTH).contains(size))
             && self.width() <= f64::from(MAX_WIDTH)
-            && pooled
+            && (has_no_pooled || self.pooled > 0)
             && self.pooled <= MAX_WIDTH
             && (1..=64).contains(&self.patch)
             && self.blocks > 0
             && self.blocks.saturating_add(self.single_blocks.saturating_mul(2)) <= MAX_TRANSFORMER_LAYERS
             && self.dual_blocks <= self.blocks
             && self.positions <= 1 << 12
+            && has_approximator
+            && self.approximator_width <= MAX_WIDTH
+            && self.approximator_layers <= MAX_TRANSFORMER_LAYERS
     }
 
     /// A transformer of the same kind with this fraction of its parameters.
@@ -193,6 +217,9 @@ impl TransformerShapes {
         let side = fraction.sqrt();
         let heads = f64::from(self.heads);
         scale(&mut self.heads, side);
+        if self.approximator_width > 0 {
+            scale(&mut self.approximator_width, side);
+        }
         // A model with few parameters has one head, whose features are fewer.
         let rest = side * heads / f64::from(self.heads.max(1));
         if rest < 1.0 {
@@ -445,6 +472,13 @@ mod tests {
         assert_eq!((read.width(), read.token(), read.single_blocks), (3072.0, 64.0, 38));
         let z_image = TransformerShapes::read(&json!({"_class_name": "ZImageTransformer2DModel"})).unwrap();
         assert_eq!((z_image.width(), z_image.head_width), (3840.0, 128));
+        let chroma = TransformerShapes::read(&json!({"_class_name": "ChromaTransformer2DModel"})).unwrap();
+        assert!(chroma.is_valid() && chroma.pooled == 0);
+        assert_eq!((chroma.approximator_layers, chroma.approximator_width), (5, 5120));
+        for (key, value) in [("approximator_hidden_dim", 0), ("approximator_layers", 513)] {
+            let config = json!({"_class_name": "ChromaTransformer2DModel", key: value});
+            assert!(!TransformerShapes::read(&config).unwrap().is_valid(), "{key}");
+        }
         for (key, value) in [
             ("_class_name", json!("UNet2DConditionModel")),
             ("num_layers", json!(4_000_000_000_u32)),

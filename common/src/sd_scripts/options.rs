@@ -58,7 +58,7 @@ const MODEL: &[OptionRow] = &[
     row("clip_g", Text, "", SD3, Translated("`model.te_name_or_path`: its folder")),
     row("t5xxl", Text, "", FLOW, Translated("`model.te_name_or_path`")),
     row("ae", Text, "", FLUX, Translated("`model.vae_path`")),
-    row("model_type", Choice(&["flux", "chroma"]), "flux", FLUX, refused_unless("flux", "aitk has no Chroma yet")),
+    row("model_type", Choice(&["flux", "chroma"]), "flux", FLUX, refused_unless("flux", "Chroma is not imported yet; write a config with `arch: chroma`")),
     row("controlnet_model_name_or_path", Text, "", FLUX, Noted("samples are made without a ControlNet; the training is the same")),
     row("base_weights", Texts, "", LORA, Translated("`model.lora_path`, if there is one")),
     row("base_weights_multiplier", Numbers, "1", LORA, Translated("only 1: a LoRA is applied at full strength")),

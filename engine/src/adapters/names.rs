@@ -2,7 +2,7 @@
 
 use crate::families::{AdapterNames, Part, PartRole};
 use crate::models::unet::OriginalNames;
-use crate::models::{flux, sd3, zimage};
+use crate::models::{chroma, flux, sd3, zimage};
 use std::collections::HashMap;
 
 /// A layer: the part of the model that it is in, and its dotted diffusers path.
@@ -207,6 +207,7 @@ impl LayerIndex {
             let rows: HashMap<&str, usize> = layers.iter().map(|(path, rows)| (path.as_str(), *rows)).collect();
             let original = flux::original_layers(&paths)
                 .into_iter()
+                .chain(chroma::original_layers(&paths))
                 .chain(sd3::original_layers(&paths))
                 .chain(zimage::original_layers(&paths));
             for layer in original {

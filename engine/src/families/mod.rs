@@ -2,6 +2,7 @@
 //! only through [`Model`].
 
 mod check;
+pub mod chroma;
 mod codec;
 mod conditioning;
 mod embedding_file;
@@ -27,6 +28,7 @@ mod text_source;
 mod transformer_folder;
 pub mod zimage;
 
+pub use chroma::CHROMA;
 pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use embedding_file::{LearnedEmbedding, embedding_names};
@@ -50,7 +52,7 @@ use check::{check_family, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
-pub static FAMILIES: [&dyn Family; 7] = [&SD1, &SD2, &SDXL, &SD3, &FLUX, &FLUX_KONTEXT, &ZIMAGE];
+pub static FAMILIES: [&dyn Family; 8] = [&SD1, &SD2, &SDXL, &SD3, &FLUX, &FLUX_KONTEXT, &CHROMA, &ZIMAGE];
 
 /// The family with this name.
 ///

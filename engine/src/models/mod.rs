@@ -1,6 +1,7 @@
 //! The components that several model families share.
 
 pub mod causal_lm;
+pub mod chroma;
 pub mod clip;
 pub mod codec;
 pub mod config;

@@ -1,9 +1,10 @@
-//! Compares images of Stable Diffusion 2.1, XL, 3.5, FLUX.1 and Z-Image with those of diffusers
+//! Compares images of Stable Diffusion 2.1, XL, 3.5, FLUX.1, Chroma and Z-Image with those of diffusers
 //! (`tests/reference/make_pipelines_sd21.py`, `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_sd35.py`,
-//! `make_pipelines_flux.py`, `make_pipelines_kontext.py`, `make_flux_files.py`, `make_pipelines_zimage.py`).
+//! `make_pipelines_flux.py`, `make_pipelines_kontext.py`, `make_flux_files.py`, `make_pipelines_chroma.py`, `make_pipelines_zimage.py`).
 
 use super::tests::compare_case;
 use crate::adapters::load_lora;
+use crate::families::chroma::{CHROMA, ChromaModel};
 use crate::families::flux::FluxModel;
 use crate::families::sd3::Sd3Model;
 use crate::families::stable_diffusion::{SdModel, Variant};
@@ -12,8 +13,8 @@ use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model, SD3, sd2, sdxl};
 use crate::pipelines::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::samplers::NoiseSource;
 use crate::testing::{
-    fixtures, flux_files, in_portable_mode, sampled_cases, schnell_folder, sd35_large_folder, sd35_without_t5, tiny,
-    zimage_folder,
+    chroma_folder, fixtures, flux_files, in_portable_mode, sampled_cases, schnell_folder, sd35_large_folder,
+    sd35_without_t5, tiny, zimage_folder,
 };
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -291,6 +292,21 @@ fn stable_diffusion_3_5_gives_the_images_of_diffusers() {
 }
 
 #[test]
+fn chroma_gives_the_images_of_diffusers() {
+    let folder = chroma_folder();
+    let plain = ChromaModel::load(&CHROMA, folder.path(), &LoadOptions::cpu()).unwrap();
+    assert_eq!(plain.max_sequence_length(), Some(512));
+    compare_all("pipelines_chroma", "cases", |case| {
+        let mut model = plain.clone();
+        model.set_max_sequence_length(case["max_sequence_length"].as_u64().unwrap() as usize);
+        for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
+            model.scheduler_config[key] = value.clone();
+        }
+        model
+    });
+}
+
+#[test]
 fn z_image_gives_the_images_of_diffusers() {
     let load = |is_base| {
         let folder = zimage_folder(is_base);
@@ -375,6 +391,7 @@ fn sequential_guidance_and_skipped_layers_give_the_same_images() {
 }
 
 in_portable_mode! {
+    chroma_gives_the_images_of_diffusers,
     stable_diffusion_3_5_gives_the_images_of_diffusers,
     flux_in_single_files_gives_the_images_of_diffusers,
     flux_gives_the_images_of_diffusers,

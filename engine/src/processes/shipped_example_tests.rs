@@ -3,7 +3,9 @@
 use super::{StopSignal, run};
 use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
 use crate::models::causal_lm::formula_weights::{expected, write_model};
-use crate::testing::{attempt, fixtures, in_own_folder, sampled_cases, sd35_large_folder, tuned, zimage_folder};
+use crate::testing::{
+    attempt, chroma_folder, fixtures, in_own_folder, sampled_cases, sd35_large_folder, tuned, zimage_folder,
+};
 use crate::weights::write_tensors;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::{self, JobSpec, LoadOptions};
@@ -101,7 +103,7 @@ fn prepare(root: &Path) {
 
 #[test]
 fn every_shipped_example_runs() {
-    let (sd35_large, zimage) = (sd35_large_folder(), zimage_folder(false));
+    let (sd35_large, chroma, zimage) = (sd35_large_folder(), chroma_folder(), zimage_folder(false));
     let code_model = tempfile::tempdir().unwrap();
     write_model(code_model.path(), &expected()["models"]["starcoder2"]["config"]);
     write_tokenizer(code_model.path(), 264);
@@ -128,6 +130,7 @@ fn every_shipped_example_runs() {
         for (model, folder) in [
             ("stable-diffusion-3.5-large", &sd35_large),
             ("starcoder2-3b", &code_model),
+            ("Chroma1-HD", &chroma),
             ("Z-Image-Turbo", &zimage),
             ("Z-Image", &zimage),
         ] {

@@ -1,5 +1,6 @@
 //! Comparison with the fixtures of `tests/reference/make_train_lora.py`: the same twenty steps with diffusers and peft.
 
+mod chroma;
 mod families;
 mod flow;
 mod flux;

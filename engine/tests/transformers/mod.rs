@@ -1,4 +1,4 @@
-//! Random transformers: FLUX.1, Stable Diffusion 3.5 and Z-Image with T5 or Qwen3, in the engine's kernels for CPUs and in
+//! Random transformers: FLUX.1, Stable Diffusion 3.5, Z-Image and Chroma with T5 or Qwen3, in the engine's kernels for CPUs and in
 //! portable mode.
 
 use crate::allocator::measure;
@@ -13,6 +13,7 @@ use aitk_common::plan::shapes::{
 use aitk_engine::autograd::record;
 use aitk_engine::checkpointing::Checkpointing;
 use aitk_engine::families::{AdapterNames, Part, PartRole};
+use aitk_engine::models::chroma::{ChromaConfig, ChromaTransformer2DModel};
 use aitk_engine::models::flux::{FluxConditions, FluxConfig, FluxTransformer2DModel};
 use aitk_engine::models::qwen3::{Qwen3Config, Qwen3Model};
 use aitk_engine::models::sd3::{SD3Transformer2DModel, Sd3Conditions, Sd3Config};
@@ -42,6 +43,7 @@ pub(crate) struct Case {
 
 /// The transformer of a case.
 enum Transformer {
+    Chroma(ChromaTransformer2DModel),
     Flux(FluxTransformer2DModel),
     Sd3(SD3Transformer2DModel),
     ZImage(ZImageTransformer2DModel),
@@ -59,13 +61,24 @@ struct Inputs {
 
 impl Case {
     pub(crate) fn draw(seed: u64, on_cpu: bool) -> Self {
+        let kinds = [TransformerKind::Flux, TransformerKind::Sd3, TransformerKind::ZImage];
+        Self::of_kinds(&kinds, seed, on_cpu)
+    }
+
+    /// A case of Chroma.
+    pub(crate) fn chroma(seed: u64, on_cpu: bool) -> Self {
+        Self::of_kinds(&[TransformerKind::Chroma], seed, on_cpu)
+    }
+
+    fn of_kinds(kinds: &[TransformerKind], seed: u64, on_cpu: bool) -> Self {
         let r = &mut Random(TorchGenerator::manual_seed(1000 + seed));
-        let kind = r.choose(&[TransformerKind::Flux, TransformerKind::Sd3, TransformerKind::ZImage]);
+        let kind = r.choose(kinds);
         let head_width = r.choose(&[32, 64]);
         let heads = r.choose(&[4, 8]);
         let blocks = 1 + r.below(3) as u32;
         let context = r.choose(&[256, 512]);
         let is_qwen3 = kind == TransformerKind::ZImage;
+        let has_approximator = kind == TransformerKind::Chroma;
         let transformer = TransformerShapes {
             kind,
             in_channels: 16,
@@ -84,10 +97,12 @@ impl Case {
             heads,
             head_width,
             context,
-            pooled: if is_qwen3 { 0 } else { 64 },
+            pooled: if is_qwen3 || has_approximator { 0 } else { 64 },
             guidance: kind == TransformerKind::Flux && r.flip(),
             qk_norm: kind != TransformerKind::Sd3 || r.flip(),
             positions: if kind == TransformerKind::Sd3 { 32 } else { 0 },
+            approximator_layers: if has_approximator { 2 } else { 0 },
+            approximator_width: if has_approximator { 320 } else { 0 },
         };
         let language_heads = r.choose(&[8, 16]);
         let language = LanguageShapes {
@@ -189,6 +204,7 @@ impl Case {
             TransformerKind::Flux if self.has_control => "flux_kontext",
             TransformerKind::Flux => "flux",
             TransformerKind::Sd3 => "sd3",
+            TransformerKind::Chroma => "chroma",
             _ => "zimage",
         }
     }
@@ -240,6 +256,20 @@ impl Case {
         let t = &self.shapes.transformer;
         let (heads, head) = (t.heads as usize, t.head_width as usize);
         match t.kind {
+            TransformerKind::Chroma => {
+                let config = ChromaConfig {
+                    num_layers: t.blocks as usize,
+                    num_single_layers: t.single_blocks as usize,
+                    attention_head_dim: head,
+                    num_attention_heads: heads,
+                    joint_attention_dim: t.context as usize,
+                    axes_dims_rope: vec![head / 4, head / 4, head / 2],
+                    approximator_hidden_dim: t.approximator_width as usize,
+                    approximator_layers: t.approximator_layers as usize,
+                    ..ChromaConfig::default()
+                };
+                Transformer::Chroma(ChromaTransformer2DModel::new(weights, &config).unwrap())
+            }
             TransformerKind::Flux => {
                 let config = FluxConfig {
                     in_channels: 64,
@@ -305,7 +335,11 @@ impl Case {
             latents,
             text: zeros(&[batch, tokens, t.context as usize]),
             pooled: (t.pooled > 0).then(|| zeros(&[batch, t.pooled as usize])),
-            lengths: vec![prompt; batch],
+            lengths: match t.kind {
+                // With a token of the padding; another text is shorter, so that it is masked.
+                TransformerKind::Chroma => (0..batch).map(|item| prompt + 1 - item.min(1)).collect(),
+                _ => vec![prompt; batch],
+            },
         }
     }
 
@@ -339,8 +373,14 @@ impl Case {
             ..T5Config::default()
         };
         let model = T5EncoderModel::new(&weights, &config).unwrap();
-        let ids = ids(if self.shapes.transformer.guidance { 512 } else { 256 });
-        measure(|| model.forward(&ids, None).unwrap())
+        let is_masked = self.shapes.transformer.kind == TransformerKind::Chroma;
+        let tokens = if self.shapes.transformer.guidance || is_masked {
+            512
+        } else {
+            256
+        };
+        let (ids, lengths) = (ids(tokens), [Self::prompt_tokens(self.prompt)]);
+        measure(|| model.forward(&ids, is_masked.then_some(&lengths[..])).unwrap())
     }
 
     /// The bytes of a forward and a backward pass.
@@ -407,6 +447,9 @@ impl Transformer {
         let times = Tensor::full(10f32, batch, &Device::Cpu).unwrap();
         let pooled = || inputs.pooled.as_ref().unwrap();
         match self {
+            Self::Chroma(chroma) => chroma
+                .forward(&inputs.latents, &times, &inputs.text, &inputs.lengths)
+                .unwrap(),
             Self::Flux(flux) => {
                 let guidance = flux.has_guidance().then_some(&times);
                 let conditions = FluxConditions {
@@ -433,6 +476,7 @@ impl Transformer {
 
     fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
         match self {
+            Self::Chroma(chroma) => chroma.checkpointing = checkpointing,
             Self::Flux(flux) => flux.checkpointing = checkpointing,
             Self::Sd3(sd3) => sd3.checkpointing = checkpointing,
             Self::ZImage(zimage) => zimage.checkpointing = checkpointing,
@@ -441,6 +485,7 @@ impl Transformer {
 
     fn part(&mut self) -> Part<'_> {
         let (blocks, layers): (&'static [&'static str], &mut dyn VisitLayers) = match self {
+            Self::Chroma(chroma) => (&["transformer_blocks", "single_transformer_blocks"], chroma),
             Self::Flux(flux) => (&["transformer_blocks", "single_transformer_blocks"], flux),
             Self::Sd3(sd3) => (&["transformer_blocks"], sd3),
             Self::ZImage(zimage) => (&["layers"], zimage),

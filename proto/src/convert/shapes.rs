@@ -7,7 +7,8 @@ use aitk_common::plan::shapes::{
 };
 
 /// The kinds of transformers and language models, by their names on the wire.
-const TRANSFORMERS: [(&str, TransformerKind); 3] = [
+const TRANSFORMERS: [(&str, TransformerKind); 4] = [
+    ("chroma", TransformerKind::Chroma),
     ("flux", TransformerKind::Flux),
     ("sd3", TransformerKind::Sd3),
     ("zimage", TransformerKind::ZImage),
@@ -78,6 +79,8 @@ impl From<ModelShapes> for v1::ModelShapes {
             guidance: transformer.guidance,
             qk_norm: transformer.qk_norm,
             positions: transformer.positions,
+            approximator_layers: transformer.approximator_layers,
+            approximator_width: transformer.approximator_width,
         });
         let language = wire_language_shapes(&shapes.language);
         Self {
@@ -196,6 +199,8 @@ fn transformer_shapes(wire: &v1::TransformerShapes) -> Option<TransformerShapes>
         guidance: wire.guidance,
         qk_norm: wire.qk_norm,
         positions: wire.positions,
+        approximator_layers: wire.approximator_layers,
+        approximator_width: wire.approximator_width,
     })
 }
 
@@ -327,6 +332,17 @@ mod tests {
         let wire = v1::ModelShapes::from(model);
         assert_eq!(wire.unet, None);
         assert_eq!(shapes(Some(wire.clone())), Some(model));
+        let mut chroma = model;
+        chroma.transformer = TransformerShapes {
+            kind: TransformerKind::Chroma,
+            dual_blocks: 0,
+            pooled: 0,
+            positions: 0,
+            approximator_layers: 5,
+            approximator_width: 5120,
+            ..model.transformer
+        };
+        assert_eq!(shapes(Some(v1::ModelShapes::from(chroma))), Some(chroma));
         let mut unknown = wire.clone();
         unknown.transformer.as_mut().unwrap().kind = "mmdit9".to_owned();
         assert_eq!(shapes(Some(unknown)), None);

@@ -77,6 +77,16 @@ static SD3: FamilyParts = FamilyParts {
     vae_scaling_factor: 1.5305,
 };
 
+static CHROMA: FamilyParts = FamilyParts {
+    name: "Chroma",
+    parts: &[
+        FamilyPart::text(ModelPart::T5, "text_encoder", "tokenizer"),
+        FamilyPart::vae(),
+    ],
+    given_text: &[ModelPart::T5],
+    vae_scaling_factor: 0.3611,
+};
+
 static ZIMAGE: FamilyParts = FamilyParts {
     name: "Z-Image",
     parts: &[
@@ -92,6 +102,7 @@ pub(super) fn of(arch: ArchName) -> Option<&'static FamilyParts> {
     match arch {
         ArchName::Flux | ArchName::FluxKontext => Some(&FLUX),
         ArchName::Sd3 => Some(&SD3),
+        ArchName::Chroma => Some(&CHROMA),
         ArchName::Zimage => Some(&ZIMAGE),
         _ => None,
     }

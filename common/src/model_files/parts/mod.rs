@@ -1,4 +1,4 @@
-//! Where the parts of a model are, for families whose parts may come from elsewhere: FLUX.1, Stable Diffusion 3.5, Z-Image. A diffusers
+//! Where the parts of a model are, for families whose parts may come from elsewhere: FLUX.1, Stable Diffusion 3.5, Chroma, Z-Image. A diffusers
 //! folder has all of them. A single file has the transformer, and sometimes text encoders and VAE; the other parts come from
 //! `model.te_name_or_path`, `model.vae_path` and `model.extras_name_or_path`.
 

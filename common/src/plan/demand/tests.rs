@@ -84,7 +84,7 @@ fn a_full_fine_tune_of_flux_needs_its_weights_gradients_and_optimizer() {
 
 #[test]
 fn smaller_profiles_need_less() {
-    for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "zimage"] {
+    for arch in ["sd1", "sd2", "sdxl", "sd3", "chroma", "flux", "zimage"] {
         for dtype in ["bf16", "float32"] {
             let need = gib(&lora(arch, 1024, dtype, 32));
             assert!(

@@ -61,6 +61,8 @@ pub(super) const NO_TRANSFORMER: TransformerShapes = TransformerShapes {
     guidance: false,
     qk_norm: false,
     positions: 0,
+    approximator_layers: 0,
+    approximator_width: 0,
 };
 
 pub(super) const NO_LANGUAGE: LanguageShapes = LanguageShapes {

@@ -28,7 +28,17 @@ impl Job<'_> {
 
     /// Whether no token attends to the padding of T5.
     fn masks_padding(&self) -> bool {
-        flag(self.body, "/model/apply_t5_attn_mask")
+        self.shapes.transformer.kind == TransformerKind::Chroma || flag(self.body, "/model/apply_t5_attn_mask")
+    }
+
+    /// Tokens of the encoded text that the transformer reads.
+    fn read_tokens(&self, prompt_tokens: f64) -> f64 {
+        let all = self.language_tokens(prompt_tokens);
+        match self.shapes.transformer.kind {
+            // Those of the prompt, and one of its padding.
+            TransformerKind::Chroma => (prompt_tokens.ceil() + 1.0).min(all),
+            _ => all,
+        }
     }
 
     /// Blocks of tokens of a prompt, each of which a CLIP encoder reads on its own.
@@ -72,7 +82,7 @@ impl Job<'_> {
         Conditions {
             pooled: pooled.or_else(|| (features > 0.0).then(|| walk.tensor([batch, 1.0, features, 1.0], false))),
             text: context,
-            prompt_tokens: self.language_tokens(prompt_tokens),
+            prompt_tokens: self.read_tokens(prompt_tokens),
             masks_padding: self.masks_padding(),
             // As many as those of the image.
             control: self.has_control().then_some(height * width / 4.0),
@@ -89,7 +99,7 @@ impl Job<'_> {
                 self.token_blocks() * (f64::from(self.shapes.text[0].positions) - 2.0) + 2.0,
                 f64::from(self.shapes.unet.context),
             ),
-            TransformerKind::Flux => (self.language_tokens(0.0), features),
+            TransformerKind::Flux | TransformerKind::Chroma => (self.language_tokens(0.0), features),
             TransformerKind::Sd3 => (CLIP_TOKENS + self.language_tokens(0.0), features),
             TransformerKind::ZImage => (self.family.prompt_tokens[0], features),
         }

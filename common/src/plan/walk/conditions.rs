@@ -11,7 +11,7 @@ pub(in crate::plan) struct Conditions {
     pub(in crate::plan) pooled: Option<Shaped>,
     /// Tokens of the prompt, where fewer than those of the encoded text are used.
     pub(in crate::plan) prompt_tokens: f64,
-    /// Whether no token attends to the padding of the text: prompts of a batch have masks. FLUX.1.
+    /// Whether no token attends to the padding of the text: prompts of a batch have masks. FLUX.1, Chroma.
     pub(in crate::plan) masks_padding: bool,
     /// Tokens of a control image.
     pub(in crate::plan) control: Option<f64>,

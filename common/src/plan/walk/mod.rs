@@ -7,6 +7,7 @@
 
 mod block_sequence;
 pub(super) mod build;
+mod chroma;
 mod clip;
 mod conditions;
 mod decoder;

@@ -7,7 +7,7 @@ use crate::plan::families::{self, Family};
 use crate::plan::names::NameFilter;
 use crate::plan::shapes::{ModelShapes, TransformerKind};
 
-const NAMES: [&str; 3] = ["flux", "sd3", "zimage"];
+const NAMES: [&str; 4] = ["chroma", "flux", "sd3", "zimage"];
 
 fn family(name: &str) -> &'static Family {
     families::of(name).unwrap()
@@ -21,6 +21,8 @@ fn small(name: &str) -> ModelShapes {
     transformer.blocks = 3;
     transformer.dual_blocks = u32::from(name == "sd3");
     transformer.single_blocks = transformer.single_blocks.min(2);
+    transformer.approximator_layers = transformer.approximator_layers.min(2);
+    transformer.approximator_width = transformer.approximator_width.min(40);
     shapes
 }
 
@@ -56,7 +58,12 @@ fn parameters_are_those_of_diffusers_and_transformers() {
     // `sum(p.numel() for p in …Transformer2DModel(...).parameters())` of the published models, in millions. The table of
     // positions of Stable Diffusion 3.5 is in its files and no parameter there.
     let table = 192.0 * 192.0 * 2432.0 / 1e6;
-    for (name, millions) in [("flux", 11_901.41), ("sd3", 8_056.63 + table), ("zimage", 6_154.91)] {
+    for (name, millions) in [
+        ("chroma", 8_899.98),
+        ("flux", 11_901.41),
+        ("sd3", 8_056.63 + table),
+        ("zimage", 6_154.91),
+    ] {
         let mut builder = Builder::new(options(0.0, LoraLayers::All), 0);
         Denoiser::new(&mut builder, &family(name).shapes);
         let found = builder.weights.parameters / 1e6;
@@ -84,13 +91,15 @@ fn loras_have_the_parameters_of_the_layers_in_blocks() {
     let w = 3072;
     let single = (w + 3 * w) + 3 * 2 * w + (w + 4 * w) + (5 * w + w);
     let flux = 19 * 2 * stream(w) + 38 * single;
+    // Chroma: the same blocks without modulation, which has no LoRA.
+    let chroma = 19 * 2 * (stream(w) - (w + 6 * w)) + 38 * (single - (w + 3 * w));
     // Stable Diffusion 3.5 large: 38 blocks; the last gives no text, which leaves its text's projections and two vectors.
     let w = 2432;
     let sd3 = 37 * 2 * stream(w) + stream(w) + 3 * 2 * w + (w + 2 * w);
     // Z-Image: 30 blocks with a gated network of 10240 features.
     let w = 3840;
     let zimage = 30 * (4 * 2 * w + 3 * (w + 10_240) + (256 + 4 * w));
-    for (name, counted) in NAMES.into_iter().zip([flux, sd3, zimage]) {
+    for (name, counted) in NAMES.into_iter().zip([chroma, flux, sd3, zimage]) {
         let trained = |options: ComponentOptions| {
             let mut builder = Builder::new(options, 0);
             Denoiser::new(&mut builder, &family(name).shapes);
@@ -114,7 +123,7 @@ fn loras_have_the_parameters_of_the_layers_in_blocks() {
             ..AdapterOptions::default()
         });
         let of_queries = match name {
-            "flux" => 19 * 2 * 3072,
+            "chroma" | "flux" => 19 * 2 * 3072,
             "sd3" => 38 * 2 * 2432,
             _ => 30 * 2 * 3840,
         };

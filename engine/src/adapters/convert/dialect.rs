@@ -3,7 +3,7 @@
 use super::super::names::{flatten, old_prefix, saved_name};
 use crate::families::{AdapterNames, Part, PartRole};
 use crate::models::unet::OriginalNames;
-use crate::models::{flux, sd3, zimage};
+use crate::models::{chroma, flux, sd3, zimage};
 use aitk_common::job::arch::ArchName;
 use std::collections::HashSet;
 
@@ -132,6 +132,7 @@ impl PartLayers {
         let of_unet = OriginalNames::new(paths.iter().copied());
         let joined = flux::original_layers(&paths)
             .into_iter()
+            .chain(chroma::original_layers(&paths))
             .chain(sd3::original_layers(&paths))
             .chain(zimage::original_layers(&paths));
         let mut named = Vec::new();

@@ -8,7 +8,7 @@ use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{AdapterFile, AdapterNetwork, LoraTensors};
 use crate::families::{self, LoadOptions, PartRole};
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, sampled_cases, zimage_folder};
+use crate::testing::{chroma_folder, fixtures, sampled_cases, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
@@ -387,10 +387,11 @@ fn trained_numbers(process: &TrainerProcess, network: &NetworkConfig) -> u64 {
 #[test]
 fn the_planner_counts_the_numbers_that_are_trained() {
     let dir = tempfile::tempdir().unwrap();
-    let zimage = zimage_folder(false);
+    let (chroma, zimage) = (chroma_folder(), zimage_folder(false));
     for (arch, model) in [
         (ArchName::Sd1, fixtures().join("tiny_sd")),
         (ArchName::Sdxl, fixtures().join("tiny_sdxl")),
+        (ArchName::Chroma, chroma.path().to_path_buf()),
         (ArchName::Flux, fixtures().join("tiny_flux")),
         (ArchName::Sd3, fixtures().join("tiny_sd35")),
         (ArchName::Zimage, zimage.path().to_path_buf()),

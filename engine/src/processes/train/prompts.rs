@@ -157,7 +157,7 @@ mod tests {
         let found = dropped(ArchName::Sd1, 0.25);
         assert!((74..=126).contains(&count(&first, &found)));
         assert!(found.iter().all(|prompt| prompt.text_2.is_none()));
-        for arch in [ArchName::Sd3, ArchName::Zimage, ArchName::FluxKontext] {
+        for arch in [ArchName::Sd3, ArchName::Chroma, ArchName::Zimage, ArchName::FluxKontext] {
             assert_eq!(count(&first, &dropped(arch, 1.0)), 0, "{arch}");
         }
         assert_eq!(count(&first, &dropped(ArchName::Flux, 1.0)), 400);
