@@ -4,8 +4,8 @@ The weights of its transformer are a formula of their names (formula_weights.py)
 class has. Its text encoder and tokenizer are the second ones of tiny_flux, and its VAE is tiny_flux's.
 
 diffusers' pipelines pass the mask of the text as numbers. PyTorch's attention adds numbers to its scores, so that padding is not masked:
-1 is added where it should be attended to, and 0 elsewhere (github.com/huggingface/diffusers/issues/12116). The original code, ai-toolkit
-and ComfyUI mask it. `TextToImage` and `ImageToImage` are diffusers' pipelines with masks of booleans.
+1 is added where it should be attended to, and 0 elsewhere (github.com/huggingface/diffusers/issues/12116). ai-toolkit masks it.
+`TextToImage` and `ImageToImage` are diffusers' pipelines with masks of booleans.
 """
 
 import json
