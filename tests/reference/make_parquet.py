@@ -69,7 +69,7 @@ def random_case(rng):
     has_dictionary = rng.random() < 0.5
     compliant = rng.random() < 0.8
     options = {
-        "compression": rng.choice(["none", "snappy", "gzip", "zstd", "lz4"]),
+        "compression": rng.choice(["none", "snappy", "gzip", "zstd", "brotli", "lz4"]),
         "use_dictionary": has_dictionary,
         "data_page_version": rng.choice(["1.0", "2.0"]),
         "data_page_size": rng.choice([16, 300, 4096, 1 << 20]),
@@ -96,6 +96,7 @@ def fixtures():
     records = [{"content": text} for text in texts]
     write(FIXTURES, "texts_snappy", table, records, compression="snappy", **few)
     write(FIXTURES, "texts_gzip", table, records, compression="gzip", **few)
+    write(FIXTURES, "texts_brotli", table, records, compression="brotli", **few)
     write(FIXTURES, "texts_zstd_groups", table, records, compression="zstd", data_page_version="2.0", row_group_size=4, write_page_checksum=True, **few)
     write(FIXTURES, "texts_lz4", table, records, compression="lz4", use_dictionary=False, write_page_checksum=True, **few)
     plain = {"use_dictionary": False, "data_page_size": 16, "write_batch_size": 1}

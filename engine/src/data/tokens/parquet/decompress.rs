@@ -1,7 +1,11 @@
 //! Decompresses pages into exactly as many bytes as their headers declare: a page of a few bytes that grows without an end is refused.
 
+use brotli_decompressor::{BrotliDecoderParameter, Decompressor};
 use parquet::basic::Compression;
 use std::io::Read;
+
+/// Compressed bytes that the decoder of Brotli reads at a time.
+const BROTLI_BUFFER: usize = 1 << 16;
 
 /// Whether pages of a codec can be decompressed. Otherwise its name.
 pub(super) fn check_codec(codec: Compression) -> Result<(), String> {
@@ -10,13 +14,13 @@ pub(super) fn check_codec(codec: Compression) -> Result<(), String> {
         | Compression::SNAPPY
         | Compression::GZIP(_)
         | Compression::ZSTD(_)
+        | Compression::BROTLI(_)
         | Compression::LZ4_RAW => return Ok(()),
         Compression::LZ4 => "LZ4 in Hadoop's form",
-        Compression::BROTLI(_) => "Brotli",
         Compression::LZO => "LZO",
     };
     Err(format!(
-        "it is compressed with {name}, and Snappy, gzip, Zstandard, LZ4_RAW and no compression are read: write it again, in Python with \
+        "it is compressed with {name}, and Snappy, gzip, Zstandard, Brotli, LZ4_RAW and no compression are read: write it again, in Python with \
          `pandas.read_parquet(file).to_parquet(file, compression=\"zstd\")`"
     ))
 }
@@ -40,6 +44,12 @@ pub(super) fn decompress(codec: Compression, bytes: &[u8], length: usize) -> Res
         Compression::GZIP(_) => read_to_end(flate2::read::MultiGzDecoder::new(bytes), length, &mut out)?,
         Compression::ZSTD(_) => {
             let decoder = ruzstd::decoding::StreamingDecoder::new(bytes).map_err(|error| error.to_string())?;
+            read_to_end(decoder, length, &mut out)?;
+        }
+        Compression::BROTLI(_) => {
+            let mut decoder = Decompressor::new(bytes, BROTLI_BUFFER);
+            // Windows of more than 16 MiB are not part of RFC 7932, and take up to a gigabyte.
+            decoder.set_parameter(BrotliDecoderParameter::BROTLI_DECODER_PARAM_LARGE_WINDOW, 0);
             read_to_end(decoder, length, &mut out)?;
         }
         Compression::LZ4_RAW => decompress_lz4(bytes, length, &mut out)?,
@@ -123,6 +133,27 @@ fn read_to_end(decoder: impl Read, length: usize, out: &mut Vec<u8>) -> Result<(
 mod tests {
     use super::decompress;
     use parquet::basic::Compression;
+
+    /// RFC 7932: an empty stream, bytes that are stored as they are, and damaged ones.
+    #[test]
+    fn brotli_streams_are_read_and_damaged_ones_are_errors() {
+        let read = |bytes: &[u8], length| decompress(Compression::BROTLI(Default::default()), bytes, length);
+        assert_eq!(read(&[0x06], 0).unwrap(), b"");
+        // A window of 16 bits; three bytes in an uncompressed block; an empty last block.
+        let stored = [0x20, 0x00, 0x10, b'a', b'b', b'c', 0x03];
+        assert_eq!(read(&stored, 3).unwrap(), b"abc");
+        for (damaged, length) in [
+            (&stored[..], 2),
+            (&stored[..], 4),
+            (&stored[..5], 3),
+            (&[][..], 3),
+            (&[0xff; 9][..], 3),
+            // A window of 2^30 bytes, which only large windows have.
+            (&[0x11, 30, 0x06][..], 0),
+        ] {
+            assert!(read(damaged, length).is_err(), "{damaged:?}");
+        }
+    }
 
     #[test]
     fn lz4_blocks_are_read_and_damaged_ones_are_errors() {

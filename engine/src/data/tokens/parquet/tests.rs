@@ -42,6 +42,7 @@ fn fixtures() -> Vec<(PathBuf, PathBuf)> {
         ("ids_delta", "ids"),
         ("ids_dictionary", "ids"),
         ("pairs", "pairs"),
+        ("texts_brotli", "texts"),
         ("texts_delta", "texts"),
         ("texts_gzip", "texts"),
         ("texts_lz4", "texts"),
