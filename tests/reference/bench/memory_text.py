@@ -125,14 +125,17 @@ def write_model(folder, config, dtype, rng):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def run(aitk, job, profile, folder):
+def run(aitk, job, profile, folder, budget=None, log=None):
+    """Taken and predicted GiB, and the profile. `budget`: `cluster.memory_budget`. The list `log` gets the lines of what it printed."""
     config = folder / "job.json"
-    job["cluster"] = {"memory_profile": profile}
+    job["cluster"] = {"memory_profile": profile} | ({"memory_budget": budget} if budget else {})
     config.write_text(json.dumps(job))
     environment = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state")}
     command = [aitk, "run", str(config), "-v", "--no-progress"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     found = LINE.search(done.stdout + done.stderr)
+    if log is not None:
+        log += (done.stdout + done.stderr).splitlines()
     if done.returncode or not found:
         print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
         return None
