@@ -31,20 +31,6 @@ fn parts(text: &str, max: usize) -> Vec<(usize, &str)> {
 pub struct DocumentTokenizer {
     base: TextTokenizer,
     end: Option<u32>,
-    /// See [`has_prefix`].
-    has_prefix: bool,
-}
-
-/// Texts before a text that continues another one. The first that stays a token of its own is used.
-const BEFORE_CONTINUATION: [&str; 4] = ["\n", "0", ".", "a"];
-
-/// Whether the tokenizer puts a space before each text, as that of Llama 2 does.
-fn has_prefix(tokenizer: &Tokenizer) -> bool {
-    let ids = |text: &str| Some(tokenizer.encode(text, false).ok()?.get_ids().to_vec());
-    let (Some(line), Some(word), Some(both)) = (ids("\n"), ids("a"), ids("\na")) else {
-        return false;
-    };
-    both.strip_prefix(line.as_slice()).is_some_and(|rest| rest != word)
 }
 
 impl DocumentTokenizer {
@@ -57,19 +43,14 @@ impl DocumentTokenizer {
             let (config, base) = open_tokenizer(model)?;
             let end = config.eos_token_ids.first().copied();
             let end = end.filter(|id| base.inner().0.id_to_token(*id).is_some());
-            return Ok(Some(Self::new(base, end)));
+            return Ok(Some(Self { base, end }));
         }
         if !TextTokenizer::is_in(model) {
             return Ok(None);
         }
         let base = TextTokenizer::open(model, vocabulary)?;
         let end = end_token(model, base.inner().0)?;
-        Ok(Some(Self::new(base, end)))
-    }
-
-    fn new(base: TextTokenizer, end: Option<u32>) -> Self {
-        let has_prefix = has_prefix(base.inner().0);
-        Self { base, end, has_prefix }
+        Ok(Some(Self { base, end }))
     }
 
     /// The token that ends a document. `None`: the model has none.
@@ -101,7 +82,7 @@ impl DocumentTokenizer {
         let mut ids = Vec::new();
         for (start, part) in parts(text, MAX_PART_BYTES) {
             if start > 0 {
-                ids.extend(self.continuation(part)?);
+                ids.extend(self.base.encode_continuation(part)?);
                 continue;
             }
             let encoding = self.encoding(part, special)?;
@@ -119,23 +100,29 @@ impl DocumentTokenizer {
     pub fn encode_continuation(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         for (_, part) in parts(text, MAX_PART_BYTES) {
-            ids.extend(self.continuation(part)?);
+            ids.extend(self.base.encode_continuation(part)?);
         }
         Ok(ids)
     }
 
-    /// [`Self::encode_continuation`] of a part of a long text.
-    fn continuation(&self, part: &str) -> Result<Vec<u32>> {
-        if self.has_prefix && !part.is_empty() {
-            for before in BEFORE_CONTINUATION {
-                let alone = self.encoding(before, false)?;
-                let both = self.encoding(&format!("{before}{part}"), false)?;
-                if let Some(ids) = both.get_ids().strip_prefix(alone.get_ids()) {
-                    return Ok(ids.to_vec());
-                }
-            }
-        }
-        Ok(self.encoding(part, false)?.get_ids().to_vec())
+    /// The tokens of prefix, middle and suffix of a text with a gap, without the marks.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub(super) fn encode_fim_parts(
+        &self,
+        fim: FimTokens,
+        [prefix, middle, suffix]: [&str; 3],
+    ) -> Result<[Vec<u32>; 3]> {
+        let prefix = match fim.has_separate_parts && prefix.len() <= MAX_PART_BYTES {
+            true => self.base.encode_fim_prefix(prefix)?,
+            false => self.encode(prefix, false)?,
+        };
+        Ok([
+            prefix,
+            self.encode_continuation(middle)?,
+            self.encode_continuation(suffix)?,
+        ])
     }
 
     /// The tokens of a text without special ones, and where each begins in the text, in bytes.
@@ -217,7 +204,7 @@ mod tests {
         let model = fixtures().join("sentencepiece/bpe/tokenizer.model");
         std::fs::copy(model, folder.path().join("tokenizer.model")).unwrap();
         let tokenizer = DocumentTokenizer::open(folder.path(), 520).unwrap().unwrap();
-        assert!(tokenizer.has_prefix);
+        assert!(tokenizer.base.has_prefix());
         for (prompt, completion) in [
             ("x = ", "12\n"),
             ("def f", "(a):\n"),
@@ -240,7 +227,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         write_tokenizer(folder.path(), 264);
         let bytes = DocumentTokenizer::open(folder.path(), 264).unwrap().unwrap();
-        assert!(!bytes.has_prefix);
+        assert!(!bytes.base.has_prefix());
         let text = "\n a";
         assert_eq!(
             bytes.encode_continuation(text).unwrap(),

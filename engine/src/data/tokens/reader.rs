@@ -440,14 +440,13 @@ impl Reader<'_> {
                 None if ids.len() == length => tokenizer.encode(text, true)?,
                 None => ids[first..last].to_vec(),
                 Some(cut) => {
-                    let parts = cut
-                        .parts
-                        .map(|part| tokenizer.encode(&piece[positions[part.start]..positions[part.end]], false));
-                    let [prefix, middle, suffix] = parts;
-                    let end = usize::from(tokenizer.end().is_some());
-                    let mut joined = fim.join([&prefix?, &middle?, &suffix?], cut.is_spm, max - end);
+                    let parts = cut.parts.map(|part| &piece[positions[part.start]..positions[part.end]]);
+                    let [prefix, middle, suffix] = tokenizer.encode_fim_parts(fim, parts)?;
                     // It says where the middle ends.
-                    joined.extend(tokenizer.end());
+                    let end = fim.end.or(tokenizer.end());
+                    let room = max - usize::from(end.is_some());
+                    let mut joined = fim.join([&prefix, &middle, &suffix], cut.is_spm, room);
+                    joined.extend(end);
                     pieces.push(Tokens {
                         ids: joined,
                         prompt_length: 0,

@@ -221,7 +221,7 @@ fn cuts_keep_every_character_and_repeats_are_cut_anew() {
         for (ids, _) in repeat {
             assert!(ids.len() <= 64 && ids.last() == Some(&END));
             let at = |mark: u32| ids.iter().position(|id| *id == mark).unwrap();
-            let (prefix, middle, suffix) = (at(marks.prefix), at(marks.middle), at(marks.suffix));
+            let (prefix, middle, suffix) = (at(marks.prefix), at(marks.middle.unwrap()), at(marks.suffix));
             let decode = |range: std::ops::Range<usize>| tokenizer.decode(&ids[range]).unwrap();
             let end = ids.len() - 1;
             // Of SPM, prefix and middle are one piece after the mark of the middle.
@@ -246,8 +246,10 @@ fn cuts_keep_every_character_and_repeats_are_cut_anew() {
 fn cut_parts_are_shortened_to_the_context() {
     let marks = FimTokens {
         prefix: 100,
-        middle: 101,
+        middle: Some(101),
         suffix: 102,
+        end: None,
+        has_separate_parts: false,
     };
     let parts: [&[u32]; 3] = [&[1, 2, 3], &[4, 5], &[6, 7, 8]];
     assert_eq!(marks.join(parts, false, 99), [100, 1, 2, 3, 102, 6, 7, 8, 101, 4, 5]);
@@ -255,6 +257,12 @@ fn cut_parts_are_shortened_to_the_context() {
     assert_eq!(marks.join(parts, false, 9), [100, 1, 2, 3, 102, 6, 101, 4, 5]);
     assert_eq!(marks.join(parts, true, 7), [100, 102, 101, 2, 3, 4, 5]);
     assert_eq!(marks.join(parts, false, 4), [100, 102, 101, 4]);
+    // Without a mark of the middle, as Codestral has it, the suffix is first.
+    let two = FimTokens { middle: None, ..marks };
+    for is_spm in [false, true] {
+        assert_eq!(two.join(parts, is_spm, 99), [102, 6, 7, 8, 100, 1, 2, 3, 4, 5]);
+        assert_eq!(two.join(parts, is_spm, 8), [102, 6, 100, 1, 2, 3, 4, 5]);
+    }
 }
 
 #[test]

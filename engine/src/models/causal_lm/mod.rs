@@ -11,6 +11,10 @@ pub(crate) mod byte_tokenizer;
 mod cache;
 mod config;
 mod config_json;
+mod fim;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod fim_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(crate) mod formula_weights;
@@ -31,8 +35,9 @@ mod train_tokenizer;
 pub use attention_mask::AttentionMask;
 pub use cache::KeyValueCache;
 pub use config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
+pub use fim::FimTokens;
 pub use gguf::GgufExport;
 pub use model::{CausalLm, CausalLmOptions};
 pub use model_path::{open_tokenizer, read_config};
-pub use tokenizer::{FimTokens, TextTokenizer, eos_token_name};
+pub use tokenizer::{TextTokenizer, eos_token_name};
 pub use train_tokenizer::{END_TOKEN, train_tokenizer};

@@ -1,5 +1,6 @@
 //! The tokenizer of a language model: `tokenizer.json` of its folder, or else `tokenizer.model`.
 
+use super::fim::FimTokens;
 use super::scored_vocabulary::{FILE_NAME, SentencePieceModel};
 use super::sentencepiece_tokenizer::tokenizer_json;
 use crate::error::{EngineError, Result};
@@ -7,24 +8,8 @@ use crate::models::{config, tokenizer_file};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
-/// The names of the tokens for fill-in-the-middle, in the order prefix, suffix, middle: of StarCoder and StarCoder2 (R. Li and others,
-/// arXiv:2305.06161), SantaCoder and Qwen2.5-Coder (B. Hui and others, arXiv:2409.12186).
-const FIM_TOKEN_NAMES: [[&str; 3]; 3] = [
-    ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
-    ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"],
-    ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
-];
-
-/// The ids of the tokens for fill-in-the-middle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FimTokens {
-    /// Before the prefix: the text before the gap.
-    pub prefix: u32,
-    /// Before the suffix: the text after the gap.
-    pub suffix: u32,
-    /// Before the middle: what fills the gap.
-    pub middle: u32,
-}
+/// Texts before a text that continues another one. The first that stays a token of its own is used.
+const BEFORE_CONTINUATION: [&str; 4] = ["\n", "0", ".", "a"];
 
 /// Converts between texts and token ids.
 #[derive(Clone, Debug)]
@@ -37,6 +22,19 @@ pub struct TextTokenizer {
     end: Option<u32>,
     /// See [`has_byte_fallback`].
     has_byte_fallback: bool,
+    /// See [`has_prefix`].
+    has_prefix: bool,
+    /// The tokens that mark a gap, with their names.
+    fim: Option<(FimTokens, [&'static str; 3])>,
+}
+
+/// Whether the tokenizer puts a space before each text, as that of Llama 2 does.
+fn has_prefix(tokenizer: &Tokenizer) -> bool {
+    let ids = |text: &str| Some(tokenizer.encode(text, false).ok()?.get_ids().to_vec());
+    let (Some(line), Some(word), Some(both)) = (ids("\n"), ids("a"), ids("\na")) else {
+        return false;
+    };
+    both.strip_prefix(line.as_slice()).is_some_and(|rest| rest != word)
 }
 
 /// Whether bytes of characters that are not in the vocabulary are tokens of their own, each of which is decoded to a replacement until the
@@ -146,6 +144,8 @@ impl TextTokenizer {
         Ok(Self {
             added_at_end: count_added_at_end(&tokenizer),
             has_byte_fallback: has_byte_fallback(&tokenizer),
+            has_prefix: has_prefix(&tokenizer),
+            fim: FimTokens::find(&tokenizer),
             tokenizer,
             path,
             end: None,
@@ -176,36 +176,78 @@ impl TextTokenizer {
         self.end
     }
 
-    /// The ids of a text with a gap, in the order prefix, suffix, middle (PSM).
+    /// Whether it puts a space before each text.
+    #[must_use]
+    pub fn has_prefix(&self) -> bool {
+        self.has_prefix
+    }
+
+    /// The ids of a text that continues another one: without special tokens, and without the space that some tokenizers put before each text.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode_continuation(&self, text: &str) -> Result<Vec<u32>> {
+        if text.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ids = |text: &str| -> Result<Vec<u32>> {
+            let encoding = self.tokenizer.encode(text, false).map_err(|error| self.error(&error))?;
+            Ok(encoding.get_ids().to_vec())
+        };
+        if self.has_prefix {
+            for before in BEFORE_CONTINUATION {
+                let alone = ids(before)?;
+                let both = ids(&format!("{before}{text}"))?;
+                if let Some(ids) = both.strip_prefix(alone.as_slice()) {
+                    return Ok(ids.to_vec());
+                }
+            }
+        }
+        ids(text)
+    }
+
+    /// The ids of the text before a gap, without the mark, in models whose parts are converted each alone
+    /// ([`FimTokens::has_separate_parts`]).
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode_fim_prefix(&self, prefix: &str) -> Result<Vec<u32>> {
+        match self.has_prefix {
+            true => self.encode_continuation(&format!(" {prefix}")),
+            false => self.encode_continuation(prefix),
+        }
+    }
+
+    /// The ids of a text with a gap, in the order prefix, suffix, middle (PSM); of models that have no mark of the middle suffix, prefix.
     ///
     /// # Errors
     /// When the tokenizer has no tokens for gaps, or fails.
     pub fn encode_fim(&self, prefix: &str, suffix: &str) -> Result<Vec<u32>> {
-        let Some((names, _)) = self.find_fim_tokens() else {
-            let known: Vec<String> = FIM_TOKEN_NAMES.iter().map(|names| format!("`{}`", names[0])).collect();
+        let Some((tokens, [of_prefix, of_suffix, of_middle])) = &self.fim else {
             return Err(EngineError::bad_input(format!(
                 "{}: this tokenizer has no tokens for gaps (such as {}), so the model cannot fill them: use `prompts`, or a model that was \
                  trained to fill gaps, such as StarCoder2 or Qwen2.5-Coder",
                 self.path.display(),
-                known.join(", ")
+                FimTokens::known_names()
             )));
         };
-        self.encode(&format!("{}{prefix}{}{suffix}{}", names[0], names[1], names[2]))
+        if !tokens.has_separate_parts {
+            return self.encode(&format!("{of_prefix}{prefix}{of_suffix}{suffix}{of_middle}"));
+        }
+        let prefix = match tokens.middle.is_none() && prefix.is_empty() {
+            true => Vec::new(),
+            false => self.encode_fim_prefix(prefix)?,
+        };
+        // What the tokenizer puts at the beginning of a text.
+        let mut ids = self.encode("")?;
+        ids.extend(tokens.before_middle(&prefix, &self.encode_continuation(suffix)?, false));
+        Ok(ids)
     }
 
     /// The tokens for fill-in-the-middle, if the tokenizer has them.
     #[must_use]
     pub fn fim_tokens(&self) -> Option<FimTokens> {
-        self.find_fim_tokens().map(|(_, tokens)| tokens)
-    }
-
-    /// The tokens for fill-in-the-middle, with their names.
-    fn find_fim_tokens(&self) -> Option<([&'static str; 3], FimTokens)> {
-        FIM_TOKEN_NAMES.into_iter().find_map(|names| {
-            let id = |index: usize| self.tokenizer.token_to_id(names[index]);
-            let (prefix, suffix, middle) = (id(0)?, id(1)?, id(2)?);
-            Some((names, FimTokens { prefix, suffix, middle }))
-        })
+        self.fim.map(|(tokens, _)| tokens)
     }
 
     /// The tokenizer itself, and its file.

@@ -235,6 +235,8 @@ impl<'a> Batch<'a> {
             [] => self.tokenizer.end() == Some(token),
             ids => ids.contains(&token),
         };
+        // So does the end of what fills a gap.
+        let is_end = is_end || self.tokenizer.fim_tokens().is_some_and(|fim| fim.end == Some(token));
         let before = text.stream.text().len();
         if !is_end {
             text.stream.push(self.tokenizer, token)?;

@@ -245,7 +245,7 @@ fn tokenizers_of_other_models_are_refused() {
         "größe <x>\n"
     );
     let fim = tokenizer.fim_tokens().unwrap();
-    assert_eq!([fim.prefix, fim.suffix, fim.middle], [257, 258, 259]);
+    assert_eq!([fim.prefix, fim.suffix, fim.middle.unwrap()], [257, 258, 259]);
     assert_eq!(tokenizer.token_id("<|endoftext|>"), Some(END));
 
     let none = Tiny::new("qwen2");

@@ -1,7 +1,8 @@
 //! The metadata of a tokenizer in GGUF files (`tokenizer.ggml.*`), from `tokenizer.json` or `tokenizer.model`.
 
+use super::super::fim::FimTokens;
 use super::super::scored_vocabulary::{FILE_NAME, SentencePieceModel, Token};
-use super::super::tokenizer::{FimTokens, TextTokenizer};
+use super::super::tokenizer::TextTokenizer;
 use super::pre_tokenizer;
 use crate::error::{EngineError, Result};
 use crate::models::config;
@@ -40,8 +41,20 @@ pub(super) fn metadata(
     if let Some(other) = other.copied() {
         ids.insert("eot", other);
     }
-    if let Some(FimTokens { prefix, suffix, middle }) = tokenizer.fim_tokens() {
-        ids.extend([("fim_pre", prefix), ("fim_suf", suffix), ("fim_mid", middle)]);
+    if let Some(FimTokens {
+        prefix,
+        suffix,
+        middle,
+        end,
+        ..
+    }) = tokenizer.fim_tokens()
+    {
+        ids.extend([("fim_pre", prefix), ("fim_suf", suffix)]);
+        ids.extend(middle.map(|id| ("fim_mid", id)));
+        // As llama.cpp's converter: the end of a middle of Code Llama ends a text.
+        if let Some(end) = end {
+            ids.entry("eot").or_insert(end);
+        }
     }
     let begins = begins_with(tokenizer)?;
     if let Some(id) = begins.filter(|_| is_sentencepiece) {
