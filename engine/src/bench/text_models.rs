@@ -4,7 +4,7 @@ use super::operations::{Iteration, forward_and_backward, normal_f32};
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{
-    AttentionMask, CausalLm, CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind,
+    AttentionMask, CausalLm, CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind, RotaryPositions,
 };
 use crate::models::qwen3::{Qwen3Config, Qwen3Model};
 use crate::models::t5::{T5Config, T5EncoderModel};
@@ -78,7 +78,6 @@ pub(super) fn qwen3(compute: &Compute, with_gradients: bool) -> Result<Iteration
 /// A layer of StarCoder2 3B, 1024 tokens.
 pub(super) fn starcoder2(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
     const HEAD: usize = 128;
-    let angle = |pair: usize| 1e6_f32.powf(-((2 * pair) as f32) / HEAD as f32);
     let config = CausalLmConfig {
         family: CausalLmFamily::StarCoder2,
         vocab_size: VOCABULARY,
@@ -93,7 +92,7 @@ pub(super) fn starcoder2(compute: &Compute, with_gradients: bool) -> Result<Iter
         norm_eps: 1e-5,
         feed_forward: FeedForwardKind::Plain,
         activation: Activation::GeluTanh,
-        positions: PositionKind::Rotary((0..HEAD / 2).map(angle).collect()),
+        positions: PositionKind::Rotary(RotaryPositions::plain(1e6, HEAD)),
         qkv_bias: true,
         attention_output_bias: true,
         feed_forward_bias: true,

@@ -84,28 +84,40 @@ impl Rotary {
         Self::for_axes(&positions, &[width], theta, pairs)
     }
 
-    /// For any positions, and the angle per position of each pair of features, [width / 2]. Angles are computed in f32, as in
-    /// transformers.
+    /// For any positions, in runs of positions with the same frequencies: the angle per position of each pair of features, [width / 2].
+    /// Angles are computed in f32, as in transformers. Cosines and sines are multiplied by `scale` (transformers' `attention_scaling`).
     ///
     /// # Errors
-    /// When there are no frequencies.
-    pub fn for_positions(positions: &[u32], frequencies: &[f32], pairs: RotaryPairs) -> candle_core::Result<Self> {
-        if frequencies.is_empty() {
-            candle_core::bail!("rotary: there are no frequencies");
-        }
-        let (mut cos, mut sin) = (Vec::new(), Vec::new());
-        for position in positions {
-            for frequency in frequencies {
-                let (s, c) = f64::from(*position as f32 * frequency).sin_cos();
-                cos.push(c as f32);
-                sin.push(s as f32);
+    /// When there are no frequencies, or not equally many in all runs.
+    pub fn for_positions<'a, F: AsRef<[f32]>>(
+        runs: impl IntoIterator<Item = (&'a [u32], F)>,
+        scale: f32,
+        pairs: RotaryPairs,
+    ) -> candle_core::Result<Self> {
+        let (mut cos, mut sin, mut count, mut half) = (Vec::new(), Vec::new(), 0, 0);
+        for (positions, frequencies) in runs {
+            let frequencies = frequencies.as_ref();
+            if frequencies.is_empty() || (half != 0 && half != frequencies.len()) {
+                candle_core::bail!(
+                    "rotary: there are {} frequencies, and {half} before: expected equally many",
+                    frequencies.len()
+                );
+            }
+            half = frequencies.len();
+            count += positions.len();
+            for position in positions {
+                for frequency in frequencies {
+                    let (s, c) = f64::from(*position as f32 * frequency).sin_cos();
+                    cos.push(c as f32 * scale);
+                    sin.push(s as f32 * scale);
+                }
             }
         }
         Ok(Self {
             cos: Arc::new(cos),
             sin: Arc::new(sin),
-            positions: positions.len(),
-            half: frequencies.len(),
+            positions: count,
+            half,
             pairs,
             copies: Arc::default(),
         })

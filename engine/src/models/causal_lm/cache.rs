@@ -14,6 +14,8 @@ pub struct KeyValueCache {
     layers: Vec<LayerCache>,
     /// The number of tokens of the text so far.
     length: usize,
+    /// The number of tokens that the text is known to have.
+    known_length: usize,
 }
 
 /// The keys and values of a block.
@@ -38,7 +40,19 @@ impl KeyValueCache {
         Self {
             layers: config.windows.iter().map(layer).collect(),
             length: 0,
+            known_length: 0,
         }
+    }
+
+    /// Says that the text has at least this many tokens, before they are computed in parts. Rotary embeddings that depend on the length of a
+    /// text are then those of the whole.
+    pub fn set_known_length(&mut self, tokens: usize) {
+        self.known_length = tokens;
+    }
+
+    /// The number of tokens that the text has with `n` new ones.
+    pub(super) fn text_length(&self, n: usize) -> usize {
+        (self.length + n).max(self.known_length)
     }
 
     /// The number of tokens of the text so far.

@@ -1,5 +1,6 @@
 //! What a decoder consists of, whichever family it belongs to.
 
+use super::rope::RotaryPositions;
 use crate::nn::Activation;
 
 /// A family of decoders, by transformers' `model_type`.
@@ -71,8 +72,8 @@ pub enum FeedForwardKind {
 pub enum PositionKind {
     /// A table of vectors, one for each position; there are no others.
     Learned,
-    /// Queries and keys are rotated. The angle per position of each pair of features, [head width / 2].
-    Rotary(Vec<f32>),
+    /// Queries and keys are rotated.
+    Rotary(RotaryPositions),
 }
 
 /// What a decoder consists of.
@@ -127,5 +128,14 @@ impl CausalLmConfig {
     #[must_use]
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_width
+    }
+
+    /// Whether a token's states depend on how long its text is, besides on the tokens before it.
+    #[must_use]
+    pub fn depends_on_length(&self) -> bool {
+        match &self.positions {
+            PositionKind::Learned => false,
+            PositionKind::Rotary(rotary) => rotary.depends_on_length(),
+        }
     }
 }

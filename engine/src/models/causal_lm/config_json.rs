@@ -1,7 +1,7 @@
 //! Reads `config.json` of a Hugging Face folder by its `model_type`. Missing keys have the values of transformers' classes.
 
 use super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
-use super::rope::{RopeJson, frequencies};
+use super::rope_json::{BesideSection, RopeJson, rotary_positions};
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::nn::Activation;
@@ -88,6 +88,7 @@ struct RotaryJson {
     rope_theta: Option<f64>,
     rope_parameters: Option<RopeJson>,
     rope_scaling: Option<RopeJson>,
+    original_max_position_embeddings: Option<f64>,
     partial_rotary_factor: Option<f64>,
     tie_word_embeddings: Option<bool>,
     eos_token_id: Option<EndTokens>,
@@ -331,16 +332,26 @@ fn rotary(family: CausalLmFamily, json: RotaryJson, nulls: Nulls) -> std::result
             [attention, attention, json.mlp_bias.unwrap_or(false)]
         }
     };
+    let vocab_size = json.vocab_size.unwrap_or(default.vocab_size);
+    let rotary = rotary_positions(
+        section,
+        BesideSection {
+            theta: json.rope_theta,
+            original: json.original_max_position_embeddings,
+        },
+        head_width.min(MAX_SIZE),
+        max_positions,
+    )?;
     Ok(CausalLmConfig {
         family,
-        vocab_size: json.vocab_size.unwrap_or(default.vocab_size),
+        vocab_size,
         width,
         inner_width: json.intermediate_size.unwrap_or(default.intermediate_size),
         layers,
         heads,
         kv_heads,
         head_width,
-        max_positions,
+        max_positions: rotary.context(max_positions),
         norm,
         norm_eps: eps,
         feed_forward: match is_starcoder2 {
@@ -348,12 +359,7 @@ fn rotary(family: CausalLmFamily, json: RotaryJson, nulls: Nulls) -> std::result
             false => FeedForwardKind::Gated,
         },
         activation: activation("hidden_act", json.hidden_act.as_deref().unwrap_or(default.activation))?,
-        positions: PositionKind::Rotary(frequencies(
-            section,
-            json.rope_theta,
-            head_width.min(MAX_SIZE),
-            max_positions,
-        )?),
+        positions: PositionKind::Rotary(rotary),
         qkv_bias,
         attention_output_bias,
         feed_forward_bias,

@@ -15,23 +15,26 @@ pub(super) struct Positions {
 }
 
 impl Positions {
-    /// `positions`: [b * n], or [n] if they are the same in all rows.
+    /// `positions`: [b * n], or [n] if they are the same in all rows. Where they do not rise by one, another text begins.
     pub(super) fn new(config: &CausalLmConfig, positions: &[u32], n: usize) -> Result<Self> {
-        Ok(Self {
-            by_row: positions.len() != n,
-            ..Self::by_row(config, positions)?
-        })
+        let runs = positions.chunks(n.max(1));
+        let runs = runs.flat_map(|row| row.chunk_by(|before, after| before.checked_add(1) == Some(*after)));
+        let with_length = |run: &[u32]| run.last().map_or(0, |last| *last as usize + 1);
+        let texts: Vec<(&[u32], usize)> = runs.map(|run| (run, with_length(run))).collect();
+        Self::of_texts(config, &texts, positions.len() != n)
     }
 
-    /// Each row has positions of its own: [b * n].
-    pub(super) fn by_row(config: &CausalLmConfig, positions: &[u32]) -> Result<Self> {
+    /// The positions of the tokens of one text after another, each with the number of tokens that the text has so far. `by_row`: whether
+    /// each row has positions of its own.
+    pub(super) fn of_texts(config: &CausalLmConfig, texts: &[(&[u32], usize)], by_row: bool) -> Result<Self> {
         let rotary = match &config.positions {
             PositionKind::Learned => None,
-            PositionKind::Rotary(frequencies) => {
-                Some(Rotary::for_positions(positions, frequencies, RotaryPairs::Halves)?)
+            PositionKind::Rotary(rotary) => {
+                let runs = texts.iter().map(|(run, length)| (*run, rotary.frequencies(*length)));
+                Some(Rotary::for_positions(runs, rotary.scale(), RotaryPairs::Halves)?)
             }
         };
-        Ok(Self { rotary, by_row: true })
+        Ok(Self { rotary, by_row })
     }
 
     /// Rotates every head of queries or keys x [b, n, heads * width].

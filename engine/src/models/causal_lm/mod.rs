@@ -24,6 +24,10 @@ mod model;
 mod model_path;
 mod new_model;
 mod rope;
+mod rope_json;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod rope_tests;
 mod scored_vocabulary;
 mod sentencepiece_tokenizer;
 #[cfg(test)]
@@ -39,5 +43,6 @@ pub use fim::FimTokens;
 pub use gguf::GgufExport;
 pub use model::{CausalLm, CausalLmOptions};
 pub use model_path::{open_tokenizer, read_config};
+pub use rope::RotaryPositions;
 pub use tokenizer::{TextTokenizer, eos_token_name};
 pub use train_tokenizer::{END_TOKEN, train_tokenizer};

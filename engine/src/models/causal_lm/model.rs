@@ -210,11 +210,10 @@ impl CausalLm {
             position_ids.extend((start..start + n).map(|position| position as u32));
         }
         check_positions(&self.config, &position_ids)?;
-        let rotated = match b {
-            1 => Positions::new(&self.config, &position_ids, n)?,
-            // Each row has positions of its own, also where there is one token in each.
-            _ => Positions::by_row(&self.config, &position_ids)?,
-        };
+        let lengths = caches.iter().map(|cache| cache.text_length(n));
+        let texts: Vec<(&[u32], usize)> = position_ids.chunks(n.max(1)).zip(lengths).collect();
+        // Each row has positions of its own, also where there is one token in each.
+        let rotated = Positions::of_texts(&self.config, &texts, b != 1)?;
         let mut x = self.embed(ids, &position_ids)?.detach();
         for (index, block) in self.blocks.iter().enumerate() {
             let out = block.forward(&x, &rotated, |settings, operands| {

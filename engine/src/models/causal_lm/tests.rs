@@ -469,7 +469,7 @@ fn configs_that_are_not_supported_are_refused_by_name() {
     for (model, changes, expected) in [
         ("llama", json!({"model_type": "gemma"}), "model_type: gemma"),
         ("llama", json!({"model_type": null}), "model_type"),
-        ("llama", json!({"rope_scaling": {"type": "yarn", "factor": 2}}), "yarn"),
+        ("llama", json!({"rope_scaling": {"type": "su", "factor": 2}}), "su"),
         ("llama", json!({"rope_scaling": {"rope_type": "linear"}}), "factor"),
         ("llama", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         ("llama", json!({"hidden_act": "relu6"}), "relu6"),

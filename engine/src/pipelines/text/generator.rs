@@ -168,6 +168,7 @@ impl<'a> Batch<'a> {
     fn start(&mut self, request: &'a TextRequest, events: &mut dyn TextEvents) -> Result<bool> {
         check_prompt(request, self.model.config().max_positions)?;
         let mut cache = self.model.new_cache();
+        cache.set_known_length(request.prompt.len());
         let mut last = None;
         for chunk in request.prompt.chunks(PROMPT_CHUNK) {
             if !events.before_step() {

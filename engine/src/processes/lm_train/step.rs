@@ -13,7 +13,8 @@ use std::time::Instant;
 /// `factor` times the sum of the losses of a batch's predicted tokens.
 fn loss_of(model: &CausalLm, batch: &TokenBatch, packing: bool, factor: f64) -> Result<Tensor> {
     let device = model.device();
-    let mask = match packing {
+    // With the padding a text would be longer than it is.
+    let mask = match packing || model.config().depends_on_length() {
         true => AttentionMask::Documents(batch.document_numbers(device)?),
         // The padding comes after the documents, and nothing is predicted from it.
         false => AttentionMask::Causal,

@@ -68,6 +68,10 @@ const STARCODER: GgufNames = GgufNames {
 
 /// The name of the table by whose numbers the frequencies of rotary embeddings are divided.
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// The names of such tables of `longrope`: for texts up to the original context, and for longer ones.
+pub(super) const LONGROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+/// The names of all tables of factors.
+pub(super) const ROPE_TABLES: [&str; 3] = [ROPE_FACTORS, LONGROPE_FACTORS[0], LONGROPE_FACTORS[1]];
 
 /// `general.architecture` of a family.
 pub(super) fn architecture(family: CausalLmFamily) -> &'static str {

@@ -1,19 +1,17 @@
 //! The metadata and the tensors of a decoder's GGUF file.
 
-use super::super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
+use super::super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind};
 use super::super::model::CausalLm;
-use super::super::rope::plain_frequencies;
 use super::super::tokenizer::TextTokenizer;
-use super::architecture::{ROPE_FACTORS, architecture, names, row_order};
+use super::architecture::{architecture, names, row_order};
+use super::rope_export::RopeExport;
 use super::tokenizer_export;
 use crate::error::{EngineError, Result};
-use crate::models::config;
 use crate::nn::Activation;
 use crate::weights::{GgufLayout, GgufValue, RowOrder, gguf_type_name};
 use aitk_common::job::lm_export::LmExportType;
 use candle_core::quantized::GgmlDType;
 use candle_core::{Device, Tensor};
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
@@ -44,20 +42,20 @@ impl GgufExport {
     pub fn new(model: &CausalLm, folder: &Path, name: &str, dtype: LmExportType) -> Result<Self> {
         let config = model.config();
         let path = folder.join("config.json");
-        let json = config::read_json(&path)?;
         check_support(config).map_err(|message| EngineError::model_config(&path, message))?;
-        let rope = Rope::new(config, &json).map_err(|message| EngineError::model_config(&path, message))?;
+        let rope = RopeExport::new(config).map_err(|message| EngineError::model_config(&path, message))?;
         let tokenizer = TextTokenizer::open(folder, config.vocab_size)?;
         let mut export = Self {
             layout: GgufLayout::default(),
             sources: BTreeMap::new(),
             notes: Vec::new(),
         };
-        export.set_metadata(config, name, dtype, &rope);
+        export.set_metadata(config, name, dtype, rope.metadata);
         for (key, value) in tokenizer_export::metadata(folder, &tokenizer, config.vocab_size, &config.eos_token_ids)? {
             export.layout.set(key, value);
         }
-        export.add_tensors(model, dtype, rope.factors)?;
+        export.add_tensors(model, dtype, rope.tables)?;
+        export.notes.extend(rope.note);
         if let Some(window) = config.windows.iter().flatten().min() {
             export.notes.push(format!(
                 "the model attends to the last {window} tokens (`sliding_window`), and llama.cpp to all tokens: texts that are longer differ there"
@@ -110,7 +108,13 @@ impl GgufExport {
         })
     }
 
-    fn set_metadata(&mut self, config: &CausalLmConfig, name: &str, dtype: LmExportType, rope: &Rope) {
+    fn set_metadata(
+        &mut self,
+        config: &CausalLmConfig,
+        name: &str,
+        dtype: LmExportType,
+        rope: Vec<(&'static str, GgufValue)>,
+    ) {
         let arch = architecture(config.family);
         let mut set = |key: &str, value: GgufValue| self.layout.set(key, value);
         set("general.architecture", GgufValue::Text(arch.into()));
@@ -134,13 +138,8 @@ impl GgufExport {
         };
         set(epsilon, GgufValue::Float(config.norm_eps as f32));
         set("vocab_size", number(config.vocab_size));
-        if let Some(theta) = rope.theta {
-            set("rope.dimension_count", number(config.head_width));
-            set("rope.freq_base", GgufValue::Float(theta as f32));
-        }
-        if let Some(factor) = rope.linear {
-            set("rope.scaling.type", GgufValue::Text("linear".into()));
-            set("rope.scaling.factor", GgufValue::Float(factor as f32));
+        for (key, value) in rope {
+            set(key, value);
         }
         // llama.cpp does not use it for these models; this engine does when it reads the file.
         if let Some(window) = config.windows.iter().flatten().min() {
@@ -154,12 +153,17 @@ impl GgufExport {
         }
     }
 
-    fn add_tensors(&mut self, model: &CausalLm, dtype: LmExportType, factors: Option<Vec<f32>>) -> Result<()> {
+    fn add_tensors(
+        &mut self,
+        model: &CausalLm,
+        dtype: LmExportType,
+        tables: Vec<(&'static str, Vec<f32>)>,
+    ) -> Result<()> {
         let config = model.config();
         let names = names(config.family);
-        if let Some(factors) = factors {
-            self.layout.add(ROPE_FACTORS, GgmlDType::F32, [factors.len()]);
-            self.sources.insert(ROPE_FACTORS.into(), TensorSource::Numbers(factors));
+        for (name, factors) in tables {
+            self.layout.add(name, GgmlDType::F32, [factors.len()]);
+            self.sources.insert(name.into(), TensorSource::Numbers(factors));
         }
         for (source, weight) in model.tensors()? {
             let name = names
@@ -267,51 +271,6 @@ fn check_support(config: &CausalLmConfig) -> std::result::Result<(), String> {
         ));
     }
     Ok(())
-}
-
-/// The rotary embedding as GGUF files have it.
-#[derive(Clone, Debug, Default)]
-struct Rope {
-    theta: Option<f64>,
-    /// The factor of linear scaling.
-    linear: Option<f64>,
-    /// What each frequency is divided by.
-    factors: Option<Vec<f32>>,
-}
-
-impl Rope {
-    fn new(config: &CausalLmConfig, json: &Value) -> std::result::Result<Self, String> {
-        let PositionKind::Rotary(frequencies) = &config.positions else {
-            return Ok(Self::default());
-        };
-        // As the config was read: an empty section is none.
-        let is_given = |section: &&Value| section.as_object().is_some_and(|section| !section.is_empty());
-        let section = ["rope_scaling", "rope_parameters"]
-            .iter()
-            .find_map(|key| json.get(*key).filter(is_given))
-            .unwrap_or(&Value::Null);
-        let theta = [section, json].iter().find_map(|map| map.get("rope_theta")?.as_f64());
-        let theta = theta.unwrap_or(10_000.0);
-        let kind = ["rope_type", "type"].iter().find_map(|key| section.get(*key)?.as_str());
-        let mut rope = Self {
-            theta: Some(theta),
-            ..Self::default()
-        };
-        match kind.unwrap_or("default") {
-            "default" => {}
-            "linear" => rope.linear = section.get("factor").and_then(Value::as_f64),
-            other if config.family != CausalLmFamily::Llama => {
-                return Err(format!(
-                    "llama.cpp has no rotary embedding `{other}` for this family: the model cannot be exported as GGUF, only as `format: hf`"
-                ));
-            }
-            _ => {
-                let plain = plain_frequencies(theta, config.head_width);
-                rope.factors = Some(plain.zip(frequencies).map(|(plain, own)| plain / own).collect());
-            }
-        }
-        Ok(rope)
-    }
 }
 
 #[cfg(test)]

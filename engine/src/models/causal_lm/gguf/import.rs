@@ -1,16 +1,15 @@
 //! Opens a decoder in a GGUF file: its config, its tensors under transformers' names, and its tokenizer.
 
 use super::super::config::{CausalLmConfig, CausalLmFamily, FeedForwardKind, NormKind, PositionKind};
-use super::super::config_json::{MAX_LAYERS, MAX_SIZE, check_sizes};
-use super::super::rope::plain_frequencies;
+use super::super::config_json::{MAX_LAYERS, check_sizes};
 use super::super::tokenizer::TextTokenizer;
-use super::architecture::{ROPE_FACTORS, architecture, names, row_order};
+use super::architecture::{ROPE_TABLES, architecture, names, row_order};
 use super::metadata::Metadata;
+use super::rope_import::{RopeTables, rotary_positions};
 use super::tokenizer_import::tokenizer_json;
 use crate::error::{EngineError, Result};
 use crate::nn::Activation;
 use crate::weights::{Index, View};
-use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
 
 /// A decoder in a GGUF file. No tensor is read yet.
@@ -36,16 +35,8 @@ impl GgufModel {
             path: path.to_path_buf(),
             reason,
         };
-        let factors = match index.contains(ROPE_FACTORS) {
-            true => Some(
-                index
-                    .read(ROPE_FACTORS, DType::F32, &Device::Cpu)?
-                    .flatten_all()?
-                    .to_vec1()?,
-            ),
-            false => None,
-        };
-        let config = config(&metadata, &index, factors).map_err(refuse)?;
+        let tables = RopeTables::read(&index)?;
+        let config = config(&metadata, &index, tables).map_err(refuse)?;
         let index = with_transformers_names(index, &config).map_err(refuse)?;
         Ok(Self {
             path: path.to_path_buf(),
@@ -84,7 +75,7 @@ fn with_transformers_names(index: Index, config: &CausalLmConfig) -> std::result
     let name_of = |name: &str| names.renamed(name);
     let unknown = index
         .tensors()
-        .find(|(name, _)| *name != ROPE_FACTORS && name_of(name).is_none());
+        .find(|(name, _)| !ROPE_TABLES.contains(name) && name_of(name).is_none());
     if let Some((name, _)) = unknown {
         return Err(format!(
             "it has the tensor `{name}`, which models of the architecture `{}` do not have in this release: use another file",
@@ -120,12 +111,8 @@ fn block_number(name: &str) -> Option<usize> {
     name.strip_prefix("blk.")?.split_once('.')?.0.parse().ok()
 }
 
-/// The config of a file. `factors`: what the frequencies are divided by.
-fn config(
-    metadata: &Metadata,
-    index: &Index,
-    factors: Option<Vec<f32>>,
-) -> std::result::Result<CausalLmConfig, String> {
+/// The config of a file.
+fn config(metadata: &Metadata, index: &Index, tables: RopeTables) -> std::result::Result<CausalLmConfig, String> {
     let known = || {
         CausalLmFamily::ALL
             .map(|family| format!("`{}`", architecture(family)))
@@ -166,13 +153,17 @@ fn config(
         ));
     }
     let head_width = optional("attention.key_length").unwrap_or(width / heads);
-    let positions = match family {
-        CausalLmFamily::GptBigCode => PositionKind::Learned,
-        _ => PositionKind::Rotary(frequencies(metadata, found, head_width, factors)?),
-    };
-    let max_positions = match positions {
-        PositionKind::Learned => shape("position_embd.weight")?.first().copied().unwrap_or(0),
-        PositionKind::Rotary(_) => number("context_length")?,
+    let (positions, max_positions) = match family {
+        CausalLmFamily::GptBigCode => (
+            PositionKind::Learned,
+            shape("position_embd.weight")?.first().copied().unwrap_or(0),
+        ),
+        _ => {
+            let max = number("context_length")?;
+            let rotary = rotary_positions(metadata, found, head_width, max, tables)?;
+            let max = rotary.context(max);
+            (PositionKind::Rotary(rotary), max)
+        }
     };
     let is_plain = matches!(family, CausalLmFamily::GptBigCode | CausalLmFamily::StarCoder2);
     let epsilon = match is_plain {
@@ -225,66 +216,6 @@ fn config(
         eos_token_ids,
         ..config
     })
-}
-
-/// The angle per position of each pair of features of a head.
-fn frequencies(
-    metadata: &Metadata,
-    arch: &str,
-    head_width: usize,
-    factors: Option<Vec<f32>>,
-) -> std::result::Result<Vec<f32>, String> {
-    let key = |name: &str| format!("{arch}.{name}");
-    if head_width == 0 || !head_width.is_multiple_of(2) || head_width > MAX_SIZE {
-        return Err(format!(
-            "a head of {head_width} features cannot be rotated: expected an even number"
-        ));
-    }
-    let rotated = metadata.number(&key("rope.dimension_count")).unwrap_or(head_width);
-    if rotated != head_width {
-        return Err(format!(
-            "`{}` is {rotated}, and a head has {head_width} features: rotating a part of them is not supported",
-            key("rope.dimension_count")
-        ));
-    }
-    let theta = metadata.float(&key("rope.freq_base")).unwrap_or(10_000.0);
-    if !theta.is_finite() || theta <= 0.0 {
-        return Err(format!(
-            "`{}` is {theta}: expected a positive number",
-            key("rope.freq_base")
-        ));
-    }
-    let factor = match metadata.text(&key("rope.scaling.type")) {
-        Some("none") => 1.0,
-        // As llama.cpp: linear without a type, files of 2023 have another key, and 0 is no scaling.
-        None | Some("linear") => metadata
-            .float(&key("rope.scaling.factor"))
-            .or_else(|| metadata.float(&key("rope.scale_linear")))
-            .filter(|factor| *factor != 0.0)
-            .unwrap_or(1.0) as f32,
-        Some(other) => {
-            return Err(format!(
-                "`{}` is `{other}`: expected `none` or `linear`",
-                key("rope.scaling.type")
-            ));
-        }
-    };
-    let factors = factors.unwrap_or_else(|| vec![1.0; head_width / 2]);
-    if factors.len() != head_width / 2 {
-        return Err(format!(
-            "`{ROPE_FACTORS}` has {} numbers: expected {}, half as many as a head has features",
-            factors.len(),
-            head_width / 2
-        ));
-    }
-    let all: Vec<f32> = plain_frequencies(theta, head_width)
-        .zip(factors)
-        .map(|(plain, own)| plain / own / factor)
-        .collect();
-    match all.iter().all(|frequency| frequency.is_finite()) {
-        true => Ok(all),
-        false => Err("the factors of its rotary embedding are not positive numbers".into()),
-    }
 }
 
 /// The sliding window of each block, which only files of aitk have for these models.

@@ -5,6 +5,8 @@ mod export;
 mod import;
 mod metadata;
 mod pre_tokenizer;
+mod rope_export;
+mod rope_import;
 mod tokenizer_export;
 mod tokenizer_import;
 

@@ -2,7 +2,7 @@
 
 use super::super::byte_tokenizer::{END, write_tokenizer};
 use super::super::formula_weights::{expected, write_model};
-use super::super::{AttentionMask, CausalLm, CausalLmOptions, TextTokenizer, open_tokenizer};
+use super::super::{AttentionMask, CausalLm, CausalLmOptions, PositionKind, TextTokenizer, open_tokenizer};
 use super::GgufExport;
 use crate::testing::compute_on_this_thread;
 use crate::weights::Weight;
@@ -213,6 +213,73 @@ fn an_empty_section_of_the_rotary_embedding_is_none() {
     assert!(before.iter().zip(&after).all(|(a, b)| (a - b).abs() <= 1e-5 * largest));
 }
 
+/// The metadata have llama.cpp's names and meaning: it multiplies `attn_factor` by `0.1 * ln(factor) + 1`.
+#[test]
+fn scaled_rotary_embeddings_are_the_same_after_export() {
+    use super::metadata::Metadata;
+    compute_on_this_thread();
+    let yarn =
+        json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 5000.0});
+    let mut other_yarn = yarn.clone();
+    for (key, value) in [("beta_fast", 6.0), ("beta_slow", 2.0), ("attention_factor", 1.5)] {
+        other_yarn[key] = json!(value);
+    }
+    // A head of `llama` has 16 features.
+    let factors = |start: f64| (0..8).map(|pair| start + 0.25 * f64::from(pair)).collect::<Vec<f64>>();
+    let longrope = json!({"rope_type": "longrope", "short_factor": factors(1.0), "long_factor": factors(1.5),
+        "original_max_position_embeddings": 7});
+    for (name, section, kind) in [
+        ("qwen2", &yarn, "yarn"),
+        ("starcoder2", &other_yarn, "yarn"),
+        ("llama", &other_yarn, "yarn"),
+        ("llama", &longrope, "longrope"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, file) = (dir.path().join("model"), dir.path().join("a.gguf"));
+        let mut config = config(name);
+        config.as_object_mut().unwrap().remove("rope_scaling");
+        write_model(&folder, &config);
+        write_tokenizer(&folder, VOCABULARY);
+        let plain = logits(&folder);
+        config["rope_parameters"] = section.clone();
+        write_model(&folder, &config);
+        export(&folder, &file, LmExportType::F32);
+        let (before, after) = (logits(&folder), logits(&file));
+        let largest = before.iter().fold(0f32, |max, value| max.max(value.abs()));
+        let gap = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest;
+        assert!(gap(&before, &after) <= 1e-5, "{name} {kind}: {}", gap(&before, &after));
+        assert!(gap(&before, &plain) > 1e-3, "{name} {kind}");
+
+        let metadata = Metadata::read(&file).unwrap();
+        let key = |key: &str| format!("{name}.rope.scaling.{key}");
+        assert_eq!(metadata.text(&key("type")), Some(kind));
+        let original = section["original_max_position_embeddings"].as_u64().unwrap() as usize;
+        assert_eq!(metadata.number(&key("original_context_length")), Some(original));
+        let factor = metadata.float(&key("factor"));
+        // llama.cpp divides all frequencies by this key.
+        assert_eq!(factor, Some(4.0).filter(|_| kind == "yarn"));
+        let usual = match factor {
+            Some(factor) => 0.1 * factor.ln() + 1.0,
+            None => 1.0,
+        };
+        let found = metadata.float(&key("attn_factor")).unwrap_or(1.0) * usual;
+        let model = CausalLm::load(&folder, &CausalLmOptions::cpu()).unwrap();
+        let PositionKind::Rotary(rotary) = &model.config().positions else {
+            panic!("{name}");
+        };
+        assert!(
+            (found - f64::from(rotary.scale())).abs() < 1e-6,
+            "{name} {kind}: {found}"
+        );
+        let of_llama_cpp = [
+            metadata.float(&key("yarn_beta_fast")),
+            metadata.float(&key("yarn_beta_slow")),
+        ];
+        let of_config = ["beta_fast", "beta_slow"].map(|key| section[key].as_f64());
+        assert_eq!(of_llama_cpp, of_config, "{name} {kind}");
+    }
+}
+
 #[test]
 fn every_token_that_ends_a_text_is_in_the_file() {
     let tokens = ["<|endoftext|>", "<fim_prefix>"].map(|name| json!({"eos_token": name}));
@@ -319,6 +386,24 @@ fn what_llama_cpp_does_not_compute_is_refused() {
             "rope_scaling",
             json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
             "llama3",
+        ),
+        (
+            "qwen2",
+            "rope_scaling",
+            json!({"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [1, 1, 1, 2]}),
+            "longrope",
+        ),
+        (
+            "llama",
+            "rope_scaling",
+            json!({"rope_type": "dynamic", "factor": 2.0}),
+            "dynamic",
+        ),
+        (
+            "llama",
+            "rope_scaling",
+            json!({"rope_type": "yarn", "factor": 2.0, "truncate": false}),
+            "truncate",
         ),
     ] {
         let error = refused(name, key, value);
