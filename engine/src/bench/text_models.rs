@@ -100,6 +100,7 @@ pub(super) fn starcoder2(compute: &Compute, with_gradients: bool) -> Result<Iter
         windows: vec![Some(4096)],
         ties_embeddings: true,
         eos_token_ids: Vec::new(),
+        padding_id: None,
     };
     let model = CausalLm::new(&weights(compute, with_gradients), config)?;
     let ids: Vec<u32> = (0..1024).map(|token| token % VOCABULARY as u32).collect();

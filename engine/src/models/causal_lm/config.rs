@@ -121,6 +121,8 @@ pub struct CausalLmConfig {
     pub ties_embeddings: bool,
     /// The token ids that end a text.
     pub eos_token_ids: Vec<u32>,
+    /// The token whose vector gets no gradient as an input (`padding_idx` of PyTorch's `nn.Embedding`).
+    pub padding_id: Option<u32>,
 }
 
 impl CausalLmConfig {

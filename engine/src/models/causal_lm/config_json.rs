@@ -92,6 +92,7 @@ struct RotaryJson {
     partial_rotary_factor: Option<f64>,
     tie_word_embeddings: Option<bool>,
     eos_token_id: Option<EndTokens>,
+    pad_token_id: Option<i64>,
     /// StarCoder2.
     use_bias: Option<bool>,
     /// StarCoder2 and Qwen2.
@@ -228,6 +229,8 @@ fn gpt_bigcode(json: GptBigCodeJson) -> std::result::Result<CausalLmConfig, Stri
         windows: vec![None; json.n_layer.min(MAX_LAYERS)],
         ties_embeddings: json.tie_word_embeddings,
         eos_token_ids: eos_token_ids(json.eos_token_id)?,
+        // Its embedding has no `padding_idx`.
+        padding_id: None,
     })
 }
 
@@ -367,7 +370,16 @@ fn rotary(family: CausalLmFamily, json: RotaryJson, nulls: Nulls) -> std::result
         windows: windows(family, &json, layers, nulls.sliding_window)?,
         ties_embeddings: json.tie_word_embeddings.unwrap_or(default.ties_embeddings),
         eos_token_ids: eos_token_ids(json.eos_token_id.or(default.end_token.map(EndTokens::One)))?,
+        padding_id: json.pad_token_id.and_then(|id| padding_id(id, vocab_size)),
     })
+}
+
+/// The token of `pad_token_id`, which PyTorch counts from the end if it is negative: old configs of Llama have -1. A token that the model does
+/// not have is in no text.
+fn padding_id(id: i64, vocab_size: usize) -> Option<u32> {
+    let count = i64::try_from(vocab_size).ok()?;
+    let id = if id < 0 { id.checked_add(count)? } else { id };
+    u32::try_from(id).ok().filter(|id| (*id as usize) < vocab_size)
 }
 
 /// The sliding window of each block.

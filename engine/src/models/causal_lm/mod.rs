@@ -23,6 +23,9 @@ mod layout;
 mod model;
 mod model_path;
 mod new_model;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod padding_tests;
 mod rope;
 mod rope_json;
 #[cfg(test)]

@@ -325,12 +325,34 @@ impl CausalLm {
                 );
             }
         }
-        let x = self.embedding.forward(ids)?;
+        let x = self.detach_padding(self.embedding.forward(ids)?, ids)?;
         let Some(positions) = &self.positions else {
             return Ok(x);
         };
         let position_ids = Tensor::from_slice(position_ids, (b, n), &Device::Cpu)?;
         x + positions.forward(&position_ids)?
+    }
+
+    /// The vectors x [b, n, width] of tokens [b, n]: those of the padding token give their row of a trained table no gradient.
+    fn detach_padding(&self, x: Tensor, ids: &Tensor) -> candle_core::Result<Tensor> {
+        let Some(padding) = self.config.padding_id.filter(|_| x.track_op()) else {
+            return Ok(x);
+        };
+        let is_padding: Vec<u8> = ids
+            .flatten_all()?
+            .to_vec1::<u32>()?
+            .into_iter()
+            .map(|id| u8::from(id == padding))
+            .collect();
+        if !is_padding.contains(&1) {
+            return Ok(x);
+        }
+        let (b, n, _) = x.dims3()?;
+        let is_padding = Tensor::from_vec(is_padding, (b, n, 1), x.device())?;
+        is_padding
+            .broadcast_as(x.shape())?
+            .contiguous()?
+            .where_cond(&x.detach(), &x)
     }
 }
 

@@ -5,6 +5,7 @@ use super::model::{CausalLm, CausalLmOptions};
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Init, Weights};
+use candle_core::Tensor;
 use serde::Deserialize;
 use std::path::Path;
 
@@ -127,7 +128,26 @@ impl CausalLm {
         let weights = Weights::init_by_name(seed, options.dtype, &options.device, move |name| {
             init_of(name, family, layers, deviation)
         });
-        Self::new(&weights, config)
+        let model = Self::new(&weights, config)?;
+        model.clear_padding_row()?;
+        Ok(model)
+    }
+
+    /// Sets the row of the padding token of a new table of embeddings to zero.
+    fn clear_padding_row(&self) -> Result<()> {
+        let config = self.config();
+        let Some(padding) = config.padding_id else {
+            return Ok(());
+        };
+        let table = format!("{}.{}.weight", config.family.prefix(), config.family.outer_names()[0]);
+        let rows: Vec<f32> = (0..config.vocab_size)
+            .map(|row| if row == padding as usize { 0.0 } else { 1.0 })
+            .collect();
+        for (_, var) in self.trained_variables().iter().filter(|(name, _)| *name == table) {
+            let rows = Tensor::from_slice(&rows, (rows.len(), 1), var.device())?.to_dtype(var.dtype())?;
+            var.set(&var.as_tensor().detach().broadcast_mul(&rows)?)?;
+        }
+        Ok(())
     }
 }
 

@@ -209,6 +209,8 @@ fn config(metadata: &Metadata, index: &Index, tables: RopeTables) -> std::result
         windows: windows(metadata, found, layers),
         ties_embeddings: !index.contains("output.weight"),
         eos_token_ids: Vec::new(),
+        // Its embeddings are not trained.
+        padding_id: None,
     };
     check_sizes(&config)?;
     eos_token_ids.retain(|id| (*id as usize) < config.vocab_size);
