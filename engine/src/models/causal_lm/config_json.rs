@@ -159,12 +159,14 @@ impl CausalLmConfig {
             .ok_or_else(|| {
                 format!("`model_type: {model_type}` is not a language model that this release runs: expected {known}")
             })?;
+        check_other_keys(&value)?;
         // `null` differs from a missing key where transformers' class has another default.
         let nulls = Nulls {
             eos_token_ids: value.get("eos_token_id").is_some_and(Value::is_null),
             sliding_window: value.get("sliding_window").is_some_and(Value::is_null),
             kv_heads: value.get("num_key_value_heads").is_some_and(Value::is_null),
         };
+        let windows = windows_of_cache(&value, family);
         let mut config = match family {
             CausalLmFamily::GptBigCode => gpt_bigcode(config::from_value(with_short_names(value))?)?,
             _ => rotary(family, config::from_value(value)?, nulls)?,
@@ -173,12 +175,55 @@ impl CausalLmConfig {
             config.eos_token_ids.clear();
         }
         check_sizes(&config)?;
+        if let Some((key, window)) = windows
+            .into_iter()
+            .find(|(_, window)| *window < config.max_positions as u64)
+        {
+            return Err(format!(
+                "`{key}` is {window}, and models of `{model_type}` have no window: transformers uses it for the tokens that it generates alone. Set it to null"
+            ));
+        }
         config.eos_token_ids.retain(|id| (*id as usize) < config.vocab_size);
         Ok(config)
     }
 }
 
-/// The config with the short names of `gpt_bigcode` for keys that have the long ones of other models (`attribute_map` of transformers).
+/// Windows that are not part of a family's model, and that transformers' cache takes into account when texts are generated.
+fn windows_of_cache(value: &Value, family: CausalLmFamily) -> Vec<(&'static str, u64)> {
+    let keys: &[&'static str] = match family {
+        CausalLmFamily::Llama | CausalLmFamily::GptBigCode => &["sliding_window", "attention_chunk_size"],
+        CausalLmFamily::StarCoder2 => &["attention_chunk_size"],
+        // It has `layer_types`, which say what the cache does.
+        CausalLmFamily::Qwen2 => &[],
+    };
+    keys.iter()
+        .filter_map(|key| Some((*key, value.get(*key)?.as_u64()?)))
+        .collect()
+}
+
+/// Checks keys of a `config.json` with which transformers computes other numbers than this engine, for every family.
+fn check_other_keys(value: &Value) -> std::result::Result<(), String> {
+    if let Some(is_causal) = value
+        .get("is_causal")
+        .filter(|is_causal| **is_causal != Value::Bool(true))
+    {
+        return Err(format!(
+            "`is_causal` is {is_causal}, and models that attend to later tokens are not supported: expected true, or no such key"
+        ));
+    }
+    for key in ["rope_parameters", "rope_scaling"] {
+        let section = value.get(key).and_then(Value::as_object);
+        if let Some((inner, _)) = section.into_iter().flatten().find(|(_, value)| value.is_object()) {
+            return Err(format!(
+                "`{key}` has a section `{inner}`, and frequencies by layer type are not supported: expected one section for all layers"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The config with the short names of `gpt_bigcode` for keys that have the long ones of other models (`attribute_map` of transformers). Of two
+/// values the one with the long name counts, as in transformers 5.
 fn with_short_names(mut value: Value) -> Value {
     if let Some(keys) = value.as_object_mut() {
         for (short, long) in [
@@ -187,9 +232,7 @@ fn with_short_names(mut value: Value) -> Value {
             ("n_layer", "num_hidden_layers"),
             ("n_head", "num_attention_heads"),
         ] {
-            if keys.get(short).is_none_or(Value::is_null)
-                && let Some(found) = keys.remove(long)
-            {
+            if let Some(found) = keys.remove(long).filter(|found| !found.is_null()) {
                 keys.insert(short.into(), found);
             }
         }

@@ -11,6 +11,9 @@ pub(crate) mod byte_tokenizer;
 mod cache;
 mod config;
 mod config_json;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod drawn_tests;
 mod fim;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -225,6 +225,7 @@ fn sections_that_are_not_supported_are_refused_by_name() {
             json!({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}),
             "partial_rotary_factor",
         ),
+        (json!({"full_attention": {"rope_type": "default"}}), "full_attention"),
     ] {
         for key in ["rope_parameters", "rope_scaling"] {
             let mut config = base.clone();

@@ -448,6 +448,8 @@ fn other_names_and_empty_sections_of_a_config_are_read_as_transformers_reads_the
     let mut both = plain.clone();
     both["hidden_size"] = plain["n_embd"].clone();
     assert_eq!(read(&both), read(&plain));
+    both["num_hidden_layers"] = json!(5);
+    assert_eq!(read(&both).layers, 5);
 
     let mut scaled = models["llama"]["config"].clone();
     scaled["rope_parameters"] = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0});
@@ -490,11 +492,52 @@ fn configs_that_are_not_supported_are_refused_by_name() {
             "chunked",
         ),
         ("qwen2_windows", json!({"sliding_window": 0}), "sliding_window"),
+        ("qwen2", json!({"is_causal": false}), "is_causal"),
+        ("starcoder", json!({"is_causal": null}), "is_causal"),
+        (
+            "qwen2",
+            json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+            "full_attention",
+        ),
+        ("llama", json!({"sliding_window": 32}), "sliding_window"),
+        ("starcoder", json!({"sliding_window": 8}), "sliding_window"),
+        ("starcoder2", json!({"attention_chunk_size": 8}), "attention_chunk_size"),
         ("starcoder", json!({"add_cross_attention": true}), "add_cross_attention"),
         ("starcoder", json!({"n_head": 0}), "n_head"),
     ] {
         let message = refused(model, changes);
         assert!(message.contains(expected), "{message}");
+    }
+}
+
+/// Keys that other families have, and windows that no text is longer than.
+#[test]
+fn keys_without_an_effect_in_transformers_are_ignored() {
+    for (model, changes) in [
+        (
+            "llama",
+            json!({"sliding_window": null, "attention_multiplier": 0.5, "pretraining_tp": 2}),
+        ),
+        (
+            "llama",
+            json!({"sliding_window": 256, "is_causal": true, "logits_scaling": 3.0}),
+        ),
+        (
+            "qwen2",
+            json!({"attention_chunk_size": 8, "residual_multiplier": 0.5, "attention_bias": false}),
+        ),
+        (
+            "starcoder",
+            json!({"num_key_value_heads": 2, "attention_softmax_in_fp32": false}),
+        ),
+    ] {
+        let mut config = expected()["models"][model]["config"].clone();
+        let plain = CausalLmConfig::from_json(config.clone()).unwrap();
+        config
+            .as_object_mut()
+            .unwrap()
+            .extend(changes.as_object().unwrap().clone());
+        assert_eq!(CausalLmConfig::from_json(config).unwrap(), plain, "{changes}");
     }
 }
 
