@@ -242,6 +242,50 @@ fn cuts_keep_every_character_and_repeats_are_cut_anew() {
     assert!(different.len() > 35);
 }
 
+/// A prefix has one space more than the text, which decoding takes away; middle and suffix have none of the tokenizer, and `▁<EOT>` ends
+/// the middle.
+#[test]
+fn gaps_of_code_llama_have_its_spaces_and_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let fixture = std::fs::read(crate::testing::fixtures().join("fim.json")).unwrap();
+    let fixture: serde_json::Value = serde_json::from_slice(&fixture).unwrap();
+    std::fs::write(dir.path().join("tokenizer.json"), fixture["tokenizer"].to_string()).unwrap();
+    let tokenizer = DocumentTokenizer::open(dir.path(), 264).unwrap().unwrap();
+    let file = dir.path().join("a.py");
+    let text = "def fox(a):\n  a = b + 0\n    ba d\n";
+    std::fs::write(&file, text).unwrap();
+    let sources = [DataSource {
+        repeats: 40,
+        ..source(&file)
+    }];
+    let fim = FimRates {
+        rate: 1.0,
+        spm_rate: 0.5,
+    };
+    let options = ReadOptions {
+        fim,
+        ..options(dir.path(), Some(&tokenizer), 64)
+    };
+    let data = read(&sources, options);
+    assert_eq!(data.trained.len(), 40);
+    let marks = tokenizer.fim_tokens().unwrap();
+    let mut orders = [0, 0];
+    for (ids, _) in ids(&data, &data.trained) {
+        assert_eq!((ids[0], ids.last().copied()), (marks.prefix, marks.end));
+        let at = |mark: u32| ids.iter().position(|id| *id == mark).unwrap();
+        let (suffix, middle, end) = (at(marks.suffix), at(marks.middle.unwrap()), ids.len() - 1);
+        let is_spm = suffix == 1;
+        orders[usize::from(is_spm)] += 1;
+        // Of SPM, prefix and middle are one piece.
+        let parts = match is_spm {
+            true => [&ids[middle + 1..end], &ids[suffix + 1..middle]].concat(),
+            false => [&ids[1..suffix], &ids[middle + 1..end], &ids[suffix + 1..middle]].concat(),
+        };
+        assert_eq!(tokenizer.decode(&parts).unwrap(), text);
+    }
+    assert!(orders.iter().all(|count| *count > 5), "{orders:?}");
+}
+
 #[test]
 fn cut_parts_are_shortened_to_the_context() {
     let marks = FimTokens {

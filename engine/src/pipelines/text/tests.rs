@@ -228,6 +228,35 @@ fn a_generation_stops_between_steps() {
     assert!(report.completions.is_empty());
 }
 
+/// Code Llama's `▁<EOT>`, which no config names.
+#[test]
+fn the_end_of_what_fills_a_gap_ends_a_text() {
+    let tiny = Tiny::new("starcoder2");
+    let prompt = [tiny.prompt(7)];
+    let greedy = tiny.greedy("1.0");
+    let end = greedy[3];
+    assert!(!greedy[..3].contains(&end));
+    let path = tiny.folder.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let text = [
+        ("<fim_prefix>", "▁<PRE>"),
+        ("<fim_suffix>", "▁<SUF>"),
+        ("<fim_middle>", "▁<MID>"),
+    ]
+    .into_iter()
+    .fold(text, |text, (old, new)| text.replace(old, new));
+    let mut json: Value = serde_json::from_str(&text).unwrap();
+    let vocab = json["model"]["vocab"].as_object_mut().unwrap();
+    let name = vocab.iter().find(|(_, id)| **id == json!(end)).unwrap().0.clone();
+    vocab.remove(&name);
+    vocab.insert("▁<EOT>".into(), json!(end));
+    std::fs::write(&path, json.to_string()).unwrap();
+    let report = tiny.generate(&settings(10), &prompt).unwrap();
+    let completion = &report.completions[&0];
+    assert_eq!(completion.tokens, greedy[..4]);
+    assert_eq!(completion.reason, StopReason::EndToken);
+}
+
 #[test]
 fn tokenizers_of_other_models_are_refused() {
     let tiny = Tiny::new("starcoder2");
