@@ -2,7 +2,7 @@
 
 use crate::exit::Exit;
 use crate::failure::Failure;
-use crate::output::format::printable;
+use crate::output::format::{printable, shell_word};
 use aitk_common::fsutil::regular;
 use aitk_common::job::Finding;
 use aitk_common::sd_scripts::{Imported, Script, Source, SourceFormat, import, is_preset};
@@ -60,7 +60,7 @@ pub fn import_file(
     let shown = printable(&config.display().to_string());
     let text = match regular::read_text(&path, MAX_BYTES) {
         Ok(text) => text,
-        // What is wrong with a JSON config is said where it is read as one.
+        // Another reader opens this file as a job config in JSON, and reports the error.
         Err(_) if format == SourceFormat::GuiPreset => return Ok(None),
         Err(error) => return Err(Failure::failed(format!("{shown}: cannot be read: {error}"))),
     };
@@ -77,18 +77,38 @@ pub fn import_file(
     };
     match import(source) {
         Ok(imported) => Ok(Some(ImportedFile { path, imported })),
-        Err(errors) => Err(failure(&shown, &errors)),
+        Err(errors) => Err(failure(config, &errors)),
     }
 }
 
-fn failure(shown: &str, errors: &[Finding]) -> Failure {
+fn failure(config: &Path, errors: &[Finding]) -> Failure {
     let lines: Vec<String> = errors.iter().map(|error| printable(&error.to_string())).collect();
     let failure = Failure::new(Exit::Failed, lines.join("\n"));
     let script = errors
         .iter()
         .find_map(|error| error.message.split("--script ").nth(1)?.split(' ').next());
     if let Some(script) = script {
-        return failure.hint(format!("for example: aitk run {shown} --script {script}"));
+        let config = printable(&shell_word(&config.display().to_string()));
+        return failure.hint(format!("for example: aitk run {config} --script {script}"));
     }
     failure.hint("`aitk help sd-scripts` says what becomes of each option")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_of_a_hint_can_be_copied() {
+        let error = Finding {
+            message: "name it, for example with --script train_db or --script sdxl_train".to_owned(),
+            ..Finding::default()
+        };
+        let failure = failure(Path::new("my configs/a.toml"), &[error]);
+        let text = failure.render(false);
+        assert!(
+            text.contains("aitk run 'my configs/a.toml' --script train_db"),
+            "{text}"
+        );
+    }
 }

@@ -36,7 +36,7 @@ impl Argument {
         !self.text.eq_ignore_ascii_case("false")
     }
 
-    /// Whether it is what Python's strings and numbers take for off.
+    /// Whether Python treats the value as false: an empty text, `False`, `None` or 0.
     pub(super) fn is_off(&self) -> bool {
         matches!(
             self.text.trim().to_lowercase().as_str(),
@@ -76,6 +76,23 @@ pub(super) fn arguments(import: &mut Import<'_>, option: &str) -> Vec<Argument> 
 
 fn literal(text: &str) -> Option<Value> {
     let text = text.trim();
+    if let Some(value) = scalar(text) {
+        return Some(value);
+    }
+    let bare = text
+        .strip_prefix(['(', '['])
+        .and_then(|rest| rest.strip_suffix([')', ']']));
+    let inner = bare.unwrap_or(text);
+    if bare.is_none() && !inner.contains(',') {
+        return None;
+    }
+    let items = inner.split(',').map(str::trim).filter(|item| !item.is_empty());
+    items.map(scalar).collect::<Option<Vec<_>>>().map(Value::from)
+}
+
+/// A literal that is not a tuple or list. Lists are read by [`literal`] alone, without recursion: thousands of brackets inside each
+/// other would use up the stack.
+fn scalar(text: &str) -> Option<Value> {
     match text {
         "True" | "true" => return Some(Value::Bool(true)),
         "False" | "false" => return Some(Value::Bool(false)),
@@ -88,21 +105,42 @@ fn literal(text: &str) -> Option<Value> {
     if let Ok(number) = text.parse::<f64>() {
         return number.is_finite().then(|| Value::from(number));
     }
-    for quote in ['\'', '"'] {
-        if let Some(inner) = text.strip_prefix(quote).and_then(|rest| rest.strip_suffix(quote)) {
-            return Some(Value::from(inner));
+    ['\'', '"']
+        .into_iter()
+        .find_map(|quote| text.strip_prefix(quote)?.strip_suffix(quote))
+        .map(Value::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn literals_are_read_as_python_reads_them() {
+        for (text, expected) in [
+            ("True", json!(true)),
+            (" None ", json!(null)),
+            ("-3", json!(-3)),
+            ("1e-4", json!(1e-4)),
+            ("'a, b'", json!("a, b")),
+            ("(0.9, 0.99)", json!([0.9, 0.99])),
+            ("[1,]", json!([1])),
+            ("0.9, None", json!([0.9, null])),
+            ("()", json!([])),
+        ] {
+            assert_eq!(literal(text), Some(expected), "{text}");
+        }
+        for text in ["", "'", "nan", "1e999", "x", "(1, x)", "(1, inf)", "((1, 2), 3)"] {
+            assert_eq!(literal(text), None, "{text}");
         }
     }
-    let bare = text
-        .strip_prefix(['(', '['])
-        .and_then(|rest| rest.strip_suffix([')', ']']));
-    let inner = bare.unwrap_or(text);
-    if bare.is_none() && !inner.contains(',') {
-        return None;
+
+    /// A stack of 2 MiB, which a test has, holds far fewer calls than there are brackets.
+    #[test]
+    fn brackets_inside_each_other_are_no_literal() {
+        let depth = 200_000;
+        let text = format!("{}1{}", "(".repeat(depth), ")".repeat(depth));
+        assert_eq!(literal(&text), None);
     }
-    let items = inner.split(',').map(str::trim).filter(|item| !item.is_empty());
-    items
-        .map(|item| literal(item).filter(|value| !value.is_array()))
-        .collect::<Option<Vec<_>>>()
-        .map(Value::from)
 }

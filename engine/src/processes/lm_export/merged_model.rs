@@ -116,23 +116,65 @@ impl MergedModel {
     }
 }
 
-/// Checks that a number format has all numbers of a tensor.
+/// Checks that all numbers of a float32 tensor are finite, also after they are rounded to `dtype`.
 ///
 /// # Errors
-/// When one is not finite in it.
+/// When a number is NaN or infinite, or too large for `dtype`.
 pub(super) fn check_range(name: &str, tensor: &Tensor, dtype: DType) -> Result<()> {
     if tensor.elem_count() == 0 {
         return Ok(());
     }
+    if !is_finite(tensor)? {
+        return Err(EngineError::bad_input(format!(
+            "`{name}` has numbers that are not finite (NaN or infinite): the weights of the model or of a LoRA are damaged"
+        )));
+    }
+    if is_finite(&tensor.to_dtype(dtype)?)? {
+        return Ok(());
+    }
     let largest = tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
-    let limit = match dtype {
-        DType::F16 => half::f16::MAX.to_f32(),
-        _ => f32::MAX,
+    let larger_formats = match dtype {
+        DType::F16 => "`save.dtype: bf16` or `f32`",
+        _ => "`save.dtype: f32`",
     };
-    match largest <= limit {
-        true => Ok(()),
-        false => Err(EngineError::bad_input(format!(
-            "`{name}` has a number of the size {largest}, which {dtype:?} does not have: use `save.dtype: bf16` or `f32`"
-        ))),
+    Err(EngineError::bad_input(format!(
+        "`{name}` has a number of the size {largest}, which is too large for {dtype:?}: use {larger_formats}"
+    )))
+}
+
+/// Whether all numbers of a tensor are finite.
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    // 0 times a number that is not finite is NaN. candle's `max` ignores NaN.
+    let zeros = (tensor.to_dtype(DType::F32)? * 0.0)?;
+    Ok(zeros.sum_all()?.to_scalar::<f32>()? == 0.0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn numbers_that_a_format_does_not_have_are_refused() {
+        let check = |numbers: &[f32], dtype: DType| {
+            let tensor = Tensor::new(numbers, &Device::Cpu).unwrap();
+            check_range("w", &tensor, dtype).map_err(|error| error.to_string())
+        };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            assert_eq!(check(&[0.5, -65_504.0, 1e-30], dtype), Ok(()), "{dtype:?}");
+            for wrong in [[1.0, f32::NAN], [f32::NAN, 1.0], [f32::NEG_INFINITY, 1.0]] {
+                let message = check(&wrong, dtype).unwrap_err();
+                assert!(message.contains("`w`") && message.contains("not finite"), "{message}");
+            }
+        }
+        let message = check(&[1.0, -70_000.0], DType::F16).unwrap_err();
+        assert!(message.contains("70000") && message.contains("bf16"), "{message}");
+        assert_eq!(check(&[70_000.0], DType::BF16), Ok(()));
+        // The largest number of f32 is rounded to infinity in bfloat16.
+        let message = check(&[f32::MAX], DType::BF16).unwrap_err();
+        assert!(message.contains("`save.dtype: f32`"), "{message}");
+        assert_eq!(check(&[f32::MAX], DType::F32), Ok(()));
+        assert_eq!(check(&[], DType::F16), Ok(()));
     }
 }
