@@ -370,7 +370,7 @@ mod tests {
     fn changed_states_of_members_are_reported_once() {
         let mut states = MemberStates::default();
         let mut members = [member(0, JobState::Running), member(1, JobState::Queued)];
-        assert!(states.changes(&members).is_empty(), "the first look");
+        assert!(states.changes(&members).is_empty(), "the first poll");
         members[0].progress = Some(Progress {
             done: 120,
             total: 400,

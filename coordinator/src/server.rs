@@ -278,11 +278,11 @@ async fn start_tasks(
 /// background, so that a storage that starts later does not delay the coordinator.
 async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
     let nothing = [ContentHash::of(b"")];
-    let looked = tokio::select! {
-        looked = blobs.has(&nothing) => looked,
+    let answer = tokio::select! {
+        answer = blobs.has(&nothing) => answer,
         _ = stopping.wait_for(|stop| *stop) => return,
     };
-    if let Err(error) = looked {
+    if let Err(error) = answer {
         tracing::error!(error = %error_chain(&error), "the object storage cannot be used; jobs cannot read inputs or store results");
     }
 }

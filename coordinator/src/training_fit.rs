@@ -80,11 +80,11 @@ mod tests {
             device_name: "CPU".into(),
             budget,
             fits,
-            ready: fits,
+            can_start_now: fits,
             profile: fits.then_some(MemoryProfile::CpuOnly),
             memory: None,
             seconds: None,
-            measured: false,
+            is_speed_measured: false,
             description: format!("box with {budget}"),
         }
     }

@@ -10,7 +10,7 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 #[derive(Clone, Debug)]
 pub(crate) struct TransferLimiter {
     all: Arc<Semaphore>,
-    each: usize,
+    per_user: usize,
     /// By user; bounded by the number of tokens.
     users: Arc<Mutex<HashMap<UserName, Arc<Semaphore>>>>,
 }
@@ -28,11 +28,11 @@ impl TransferLimiter {
         Self::with_limits(max, (max * 3 / 4).max(1))
     }
 
-    /// Allows `all` transfers in total and `each` per user.
-    pub(crate) fn with_limits(all: usize, each: usize) -> Self {
+    /// Allows `all` transfers in total and `per_user` per user.
+    pub(crate) fn with_limits(all: usize, per_user: usize) -> Self {
         Self {
             all: Arc::new(Semaphore::new(all)),
-            each,
+            per_user,
             users: Arc::default(),
         }
     }
@@ -41,10 +41,10 @@ impl TransferLimiter {
     pub(crate) async fn permit(&self, who: &UserName) -> Result<TransferPermit, AcquireError> {
         let of_user = {
             let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
-            let each = self.each;
+            let per_user = self.per_user;
             users
                 .entry(who.clone())
-                .or_insert_with(|| Arc::new(Semaphore::new(each)))
+                .or_insert_with(|| Arc::new(Semaphore::new(per_user)))
                 .clone()
         };
         let of_user = of_user.acquire_owned().await?;
@@ -56,7 +56,7 @@ impl TransferLimiter {
     }
 }
 
-/// Time's worth of data that a user may send before being throttled.
+/// How much a user may send at once before being throttled, as the time that it takes at the maximum rate.
 const BURST: Duration = Duration::from_secs(1);
 
 /// Upload rate per user over all uploads. Cheap to clone.
@@ -65,14 +65,14 @@ pub(crate) struct UploadRate {
     /// Bytes per second; `None`: no limit.
     max: Option<u64>,
     /// Per user: when the bytes sent so far are used up at that rate; bounded by the number of tokens.
-    until: Arc<Mutex<HashMap<UserName, Instant>>>,
+    busy_until: Arc<Mutex<HashMap<UserName, Instant>>>,
 }
 
 impl UploadRate {
     pub(crate) fn new(max: Option<u64>) -> Self {
         Self {
             max,
-            until: Arc::default(),
+            busy_until: Arc::default(),
         }
     }
 
@@ -82,10 +82,10 @@ impl UploadRate {
             return Duration::ZERO;
         };
         let takes = Duration::from_secs_f64(bytes as f64 / max.max(1) as f64);
-        let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        let until = until.entry(who.clone()).or_insert(now);
-        *until = (*until).max(now) + takes;
-        until.saturating_duration_since(now + BURST)
+        let mut busy_until = self.busy_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let busy_until = busy_until.entry(who.clone()).or_insert(now);
+        *busy_until = (*busy_until).max(now) + takes;
+        busy_until.saturating_duration_since(now + BURST)
     }
 }
 

@@ -88,7 +88,7 @@ fn tags(input: &mut Unstructured<'_>) -> TagRules {
     let word = |input: &mut Unstructured<'_>| input.flag().then(|| input.chars()).filter(|word| !word.is_empty());
     TagRules {
         dropout: input.real(),
-        kept: input.number() as u32 as usize,
+        keep_tokens: input.number() as u32 as usize,
         shuffle: input.flag(),
         prefix: word(input),
         suffix: word(input),

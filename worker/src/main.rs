@@ -410,8 +410,8 @@ fn default_data_dir() -> Option<PathBuf> {
     Some(data.join("aitk").join("worker"))
 }
 
-/// Whether SIGHUP, which comes when a terminal closes, shuts the worker down: not where it was started to ignore that, as by `nohup`, and not on
-/// a system that does not say so.
+/// Whether the worker handles SIGHUP, which the kernel sends when a terminal closes, by shutting down. It does not if it was started with
+/// SIGHUP ignored (`nohup`), or if the system does not say whether it was (no `/proc`).
 fn handles_hangups() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -424,7 +424,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     let timeout = config.shutdown_timeout;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    // Before its handler is installed, which would undo that it is ignored.
+    // This comes before a handler is installed: the handler would replace the setting that ignores the signal.
     let mut hangup = handles_hangups().then(|| signal(SignalKind::hangup())).transpose()?;
     let closed = async {
         match &mut hangup {

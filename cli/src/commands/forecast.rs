@@ -73,7 +73,7 @@ fn show(ui: &Ui, forecast: &Forecast, json: bool) -> Result<(), Failure> {
     }
     ui.text(&printable(&forecast.summary))?;
     for device in &forecast.devices {
-        let mark = match (device.fits, device.ready) {
+        let mark = match (device.fits, device.can_start_now) {
             (_, true) => "+",
             (true, false) => "~",
             (false, false) => "-",

@@ -39,8 +39,8 @@ const MAX_ATTEMPTS: u32 = 5;
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
     let notify = Notify::if_followed(args.follow, &args.notify, &context.paths)?;
-    let mut warned = BTreeSet::new();
-    let mut jobs = read_all(&ui, context, &args, &mut warned)?;
+    let mut seen_warnings = BTreeSet::new();
+    let mut jobs = read_all(&ui, context, &args, &mut seen_warnings)?;
     let Some(first) = jobs.first().cloned() else {
         return Err(Failure::failed("there is nothing to submit"));
     };
@@ -59,16 +59,16 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         );
     }
     if args.dry_run {
-        let text = args.config.as_path();
-        let warnings = warned.into_iter().collect();
-        return validate::show(context, &ui, text, &first.loaded, warnings, args.json).await;
+        let path = args.config.as_path();
+        let warnings = seen_warnings.into_iter().collect();
+        return validate::show(context, &ui, path, &first.loaded, warnings, args.json).await;
     }
     let inputs = inputs_of_all(&ui, context, &jobs)?;
     let Checked { commits, image_batches } = check_all(&ui, context, &jobs).await?;
     for job in &mut jobs {
         // Pin the current commits, so that every attempt uses the same model.
-        let named: Vec<Input> = job.loaded.spec.repositories(|path| inputs.contains_key(path)).collect();
-        let pinned = named
+        let repositories: Vec<Input> = job.loaded.spec.repositories(|path| inputs.contains_key(path)).collect();
+        let pinned = repositories
             .into_iter()
             .filter_map(|input| commits.get_key_value(&input.config_path));
         job.loaded.spec.revisions = pinned.map(|(repo, commit)| (repo.clone(), commit.clone())).collect();
@@ -174,22 +174,22 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         }
     }
     let format = if args.json { Format::Json } else { Format::Human };
-    let followed = args.follow.then_some(&notify);
-    follow_submitted(&api, &ui, job, format, followed).await
+    let notify = args.follow.then_some(&notify);
+    follow_submitted(&api, &ui, job, format, notify).await
 }
 
-/// Uploads the inputs that the store does not have. `agreed`: do not ask before a large upload. Returns `None` after
-/// Ctrl-C.
+/// Uploads the inputs that the store does not have. `skip_confirmation`: do not ask before a large upload. Returns `None`
+/// after Ctrl-C.
 pub(super) async fn send_inputs(
     api: &Api,
     ui: &Ui,
     trace: &SubmitSpan,
     inputs: &BTreeMap<String, PathBuf>,
-    agreed: bool,
+    skip_confirmation: bool,
 ) -> Result<Option<Vec<StagedInput>>, Failure> {
     let staged = hash_inputs(ui, inputs).await?;
     let upload = Upload::plan(api, ui, staged).await?;
-    if upload.missing_bytes() > LARGE_UPLOAD && !agreed {
+    if upload.missing_bytes() > LARGE_UPLOAD && !skip_confirmation {
         confirm_upload(ui, upload.missing_bytes())?;
     }
     let (start, bytes) = (SystemTime::now(), upload.missing_bytes());
@@ -222,15 +222,15 @@ pub(super) async fn get_submitted(api: &Api, submitted: &SubmissionReceipt) -> R
     })
 }
 
-/// Follows the submitted job to its end and sends the notifications; without `followed` prints how to follow it.
+/// Follows the submitted job to its end and sends the notifications; without `notify` prints how to follow it.
 pub(super) async fn follow_submitted(
     api: &Api,
     ui: &Ui,
     job: JobView,
     format: Format,
-    followed: Option<&Notify>,
+    notify: Option<&Notify>,
 ) -> CommandResult {
-    let Some(notify) = followed else {
+    let Some(notify) = notify else {
         if ui.has_bars() {
             ui.hint(&format!("to follow it: aitk watch {}", job.id));
         }
@@ -255,7 +255,12 @@ struct Job {
 }
 
 /// Reads the job of the config, or the members of the array that the flags define.
-fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet<String>) -> Result<Vec<Job>, Failure> {
+fn read_all(
+    ui: &Ui,
+    context: &Context,
+    args: &SubmitArgs,
+    seen_warnings: &mut BTreeSet<String>,
+) -> Result<Vec<Job>, Failure> {
     let sweeps: Vec<Sweep> = args
         .sweep
         .iter()
@@ -267,7 +272,7 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
                 "--at-most is for an array: give --sweep or --array as well",
             ));
         }
-        let loaded = read_one(ui, context, args, ReadOptions::default(), warned)?;
+        let loaded = read_one(ui, context, args, ReadOptions::default(), seen_warnings)?;
         let (seed_group, suffix) = (0, String::new());
         return Ok(vec![Job {
             loaded,
@@ -291,7 +296,7 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
                 ..ReadOptions::default()
             };
             let (seed_group, suffix) = (member.seed_group, member.suffix.clone());
-            let loaded = read_one(ui, context, args, options, warned)?;
+            let loaded = read_one(ui, context, args, options, seen_warnings)?;
             if !use_numbers && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
                 // Two members have the same name, so all get numbers instead.
                 break;
@@ -315,7 +320,7 @@ fn read_one(
     context: &Context,
     args: &SubmitArgs,
     options: ReadOptions<'_>,
-    warned: &mut BTreeSet<String>,
+    seen_warnings: &mut BTreeSet<String>,
 ) -> Result<LoadedJob, Failure> {
     let mut changes = config::parse_changes(&args.set)?;
     changes.extend_from_slice(options.changes);
@@ -326,12 +331,12 @@ fn read_one(
     };
     let (mut loaded, warnings) = read_named(&args.config, &context.directory, options, changes)?;
     for warning in warnings {
-        if !warned.contains(&warning) {
+        if !seen_warnings.contains(&warning) {
             // A dry run has the warnings in its report.
             if !args.dry_run {
                 ui.warn(&warning);
             }
-            warned.insert(warning);
+            seen_warnings.insert(warning);
         }
     }
     if let Some(priority) = args.priority {

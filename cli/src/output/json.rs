@@ -23,8 +23,8 @@ pub(super) fn json_line(value: &impl Serialize) -> Result<String, Failure> {
     Ok(escape_controls(&versioned(value)?.to_string()))
 }
 
-/// Escapes what a terminal would obey and JSON need not escape, such as U+009B, which begins a control sequence. Only texts of a
-/// document have such characters, and programs read the same texts. Line breaks are between values.
+/// Escapes the control characters that JSON permits in a string and a terminal interprets, such as U+009B, which begins a control
+/// sequence. A parser reads the same strings as without the escapes. Line breaks stay, because they are only between values.
 fn escape_controls(json: &str) -> String {
     let is_escaped = |c: char| (c.is_control() && c != '\n') || is_bidi(c);
     if !json.chars().any(is_escaped) {
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_terminal_obeys_no_text_in_json() {
+    fn control_characters_in_json_are_escaped() {
         let value = serde_json::json!({"name": "\u{9b}2J\u{7f}\u{202e}\n\u{1b}[m ü"});
         for text in [json_line(&value).unwrap(), json_text(&value).unwrap()] {
             assert!(

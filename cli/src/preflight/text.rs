@@ -125,7 +125,7 @@ impl Report {
         out.section("cluster", self.coordinator_refusal.iter().map(problem));
         if let Some(forecast) = &self.forecast {
             let devices = forecast.devices.iter().map(|device| {
-                let mark = match (device.fits, device.ready) {
+                let mark = match (device.fits, device.can_start_now) {
                     (_, true) => "+",
                     (true, false) => "~",
                     (false, false) => "-",

@@ -123,7 +123,7 @@ fn panel(state: &State) -> Text<'_> {
         Some((_, forecast)) => {
             text.push_line(printable(&format!("waits: {} ({owner})", forecast.summary)));
             for device in &forecast.devices {
-                let sign = match (device.fits, device.ready) {
+                let sign = match (device.fits, device.can_start_now) {
                     (true, true) => '+',
                     (true, false) => '~',
                     (false, _) => '-',

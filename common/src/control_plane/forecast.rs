@@ -30,7 +30,8 @@ pub struct DeviceForecast {
     /// Whether the job fits on the idle device.
     pub fits: bool,
     /// Whether the job could start there now.
-    pub ready: bool,
+    #[serde(rename = "ready")]
+    pub can_start_now: bool,
     /// The memory profile that the job would get.
     pub profile: Option<MemoryProfile>,
     /// Predicted peak memory in bytes; none: unknown.
@@ -38,7 +39,8 @@ pub struct DeviceForecast {
     /// Predicted run time in seconds; none: unknown.
     pub seconds: Option<f64>,
     /// Whether the speed was measured on such a device. Otherwise it is estimated from the kind of device.
-    pub measured: bool,
+    #[serde(rename = "measured")]
+    pub is_speed_measured: bool,
     /// The same information as a sentence.
     #[serde(rename = "words")]
     pub description: String,

@@ -9,13 +9,13 @@ pub const MAX_BYTES: u64 = 10 * 1024 * 1024;
 pub const MAX_DEPTH: usize = 64;
 /// Bytes of the tree after aliases, variables and names are expanded; a value counts for 64 plus its text.
 pub const MAX_EXPANDED: usize = 64 * 1024 * 1024;
-/// Pixels of an image's width or height; a square of it has 256 megapixels.
+/// Width or height of an image in pixels; an image of this width and height has 268 megapixels.
 pub const MAX_SIDE: u32 = 16_384;
 /// Rank of a network. More than the narrower side of a layer adds nothing, and FLUX.1's widest layers have 15360.
 pub const MAX_RANK: u32 = 16_384;
 /// Items of a batch.
 pub const MAX_BATCH: u32 = 65_536;
-/// Sampling steps: models are trained with as many.
+/// Sampling steps. Models are trained on 1000 timesteps, so that more steps repeat them.
 pub const MAX_SAMPLE_STEPS: u32 = 1000;
 /// Length of the timestep table; models are trained with 1000.
 pub const MAX_TIMESTEPS: u32 = 1_000_000;

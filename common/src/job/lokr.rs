@@ -21,12 +21,12 @@ pub fn lokr_factors(side: usize, factor: Option<usize>) -> [usize; 2] {
 /// How a LoKr splits weights, besides its factor. The default is that of ai-toolkit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LokrSplits {
-    /// The first matrix has the smaller factor of each side, also where that is not the given one (`smaller_factor_first`).
+    /// The first matrix gets the smaller factor of each side, also if the given factor is the larger one (`smaller_factor_first`).
     pub smaller_first: bool,
     /// The factors of the outputs change places (`unbalanced_factorization`).
     pub unbalanced: bool,
     /// The first matrix may be a product of a low rank, too (`decompose_both`).
-    pub both: bool,
+    pub decompose_both: bool,
 }
 
 impl LokrSplits {
@@ -47,11 +47,11 @@ impl LokrSplits {
     /// Whether the first matrix, with these sides, is a product of this rank.
     #[must_use]
     pub fn splits_first(self, rank: usize, first: [usize; 2]) -> bool {
-        self.both && !lokr_is_full(rank, first)
+        self.decompose_both && !lokr_is_full(rank, first)
     }
 }
 
-/// Whether the second matrix is not split into a product of this rank: it would have few numbers less, or more.
+/// Whether the second matrix is trained as it is: a product of this rank would have about as many numbers, or more.
 #[must_use]
 pub fn lokr_is_full(rank: usize, second: [usize; 2]) -> bool {
     rank.saturating_mul(2) >= second[0].max(second[1])
@@ -108,7 +108,7 @@ mod tests {
         }
         assert_eq!(LokrSplits::default().factors([320, 4], Some(32)), [[32, 10], [2, 2]]);
         let both = LokrSplits {
-            both: true,
+            decompose_both: true,
             ..of_lycoris
         };
         assert!(both.splits_first(4, [9, 3]) && !both.splits_first(4, [8, 3]));

@@ -52,7 +52,7 @@ section! {
         output_dropout: Option<f64> = None, Works;
         /// Chance that the whole change of a layer is dropped in a pass while training. Not for `fullrank`.
         module_dropout: Option<f64> = None, Works;
-        /// Larger convolutions have Tucker's decomposition: a third matrix, with the kernel, between the two others, as LyCORIS'
+        /// Larger convolutions have a Tucker decomposition: a third matrix, with the kernel, between the two others, as LyCORIS'
         /// `use_tucker`. For `lora`, `locon`, `lokr` and `loha`.
         use_cp: bool = false, Works;
         /// The scale is alpha / sqrt(rank) in place of alpha / rank, as LyCORIS' `rs_lora` (ours). Not for `fullrank`, nor for models with a
@@ -63,7 +63,7 @@ section! {
         dora_wd: bool = false, Works;
         /// With `dora_wd`: a magnitude for each output of a layer; false: for each input.
         wd_on_out: bool = true, Works;
-        /// A trained number multiplies the change of each layer; it starts at 0, so that no matrix does, as LyCORIS' `use_scalar` (ours). For
+        /// A trained scalar multiplies the change of each layer. It starts at 0, so that no matrix has to, as LyCORIS' `use_scalar` (ours). For
         /// `lora`, `lokr` and `loha`; `locon` has it always.
         use_scalar: bool = false, Works;
         /// Also train differences of the norms, as `all_layers`, with LyCORIS' names in files: `….w_norm` and `….b_norm` (ours).

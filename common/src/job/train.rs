@@ -88,11 +88,12 @@ section! {
         /// Train a changing share of the tensors: each step chooses others at random. With the optimizers `adafactor` and `automagic`. The
         /// misspelling is the real key.
         do_paramiter_swapping: bool = false, Works;
-        /// That share of the trained numbers: a step chooses tensors as long as all of them together have fewer.
+        /// The share of the trained numbers that a step of `do_paramiter_swapping` trains: tensors are chosen as long as together they
+        /// have fewer numbers.
         paramiter_swapping_factor: f64 = 0.1, Works;
         /// At each save, merge the LoRA into the model, save the full model, and restart the LoRA.
         merge_network_on_save: bool = false, Works;
-        /// The strength of that merge.
+        /// The strength of the merge of `merge_network_on_save`.
         merge_network_on_save_strength: f64 = 1.0, Works;
         /// Run a batch one item at a time. Gradients are those of the mean of the items, as without it; in ai-toolkit of their sum.
         single_item_batching: bool = false, Accepted("saves memory only");
@@ -108,7 +109,7 @@ section! {
         /// sd-scripts: the noise levels of `timestep_type: sigmoid` and `linear` are shifted by this factor, above 1 towards more
         /// noise: `shift s / (1 + (shift - 1) s)`.
         timestep_shift: f64 = 1.0, Works;
-        /// sd-scripts: they are shifted by the size of the image instead, as FLUX.1's sampler does.
+        /// sd-scripts: the noise levels are shifted by the size of the image instead of `timestep_shift`, as FLUX.1's sampler does.
         timestep_shift_by_size: bool = false, Works;
         /// Which noise levels are trained most.
         content_or_style: ContentOrStyle = ContentOrStyle::Balanced, Works;
@@ -120,7 +121,7 @@ section! {
         num_train_timesteps: u32 = 1000, Works;
         /// Flow models: even timesteps with a bell-shaped loss weight. Not with `timestep_type: next_sample`.
         linear_timesteps: bool = false, Works;
-        /// Flow models: the same with half a bell.
+        /// Flow models: as `linear_timesteps`, with half a bell.
         linear_timesteps2: bool = false, Works;
         /// Steps for `timestep_type: next_sample`.
         next_sample_timesteps: u32 = 8, Works;
@@ -148,11 +149,11 @@ section! {
         optimal_noise_pairing_samples: u32 = 1, Works;
         /// Add the latents to their noise, times one random number per item and channel.
         do_signal_correction_noise: bool = false, Works;
-        /// Standard deviation of these numbers.
+        /// Standard deviation of the random numbers of `do_signal_correction_noise`.
         signal_correction_noise_scale: f64 = 1.0, Works;
         /// In batches of several items: add the latents of another item to the noise, times one random number per item and channel.
         do_batch_noise_correction: bool = false, Works;
-        /// Standard deviation of these numbers.
+        /// Standard deviation of the random numbers of `do_batch_noise_correction`.
         batch_noise_correction_scale: f64 = 0.1, Works;
         /// Add the difference between the blurred latents and the latents to the noise, times a random number from 0 to 2 per item.
         blended_blur_noise: bool = false, Works;
@@ -186,14 +187,15 @@ section! {
         debiased_estimation_loss: bool = false, Works;
         /// sd-scripts' multi-resolution noise: this many coarser noise tensors are added to the noise; 0: none, 6 to 10 are usual.
         multires_noise_iterations: u32 = 0, Works;
-        /// The strength of each of them, as a factor of the one before.
+        /// The strength of each noise tensor of `multires_noise_iterations`, as a factor of the strength of the one before.
         multires_noise_discount: f64 = 0.3, Works;
         /// sd-scripts' input perturbation: the noisy latents have this many times more noise, which is not in the target; 0.1 is usual.
         ip_noise_gamma: f64 = 0.0, Works;
-        /// That number is the largest; each batch has a random one.
+        /// sd-scripts: `ip_noise_gamma` is the largest factor; each batch has a random one.
         ip_noise_gamma_random_strength: bool = false, Works;
         /// Diffusion models: the loss of each item is multiplied by `|gamma / ((snr + offset_1) * scale + offset_2)|`, whose four numbers
-        /// are learned so that all losses are about as large. In place of the three options above.
+        /// are learned so that all losses are about as large. `min_snr_gamma`, `snr_gamma` and
+        /// `debiased_estimation_loss` have no effect then.
         learnable_snr_gos: bool = false, Works;
         /// Loss weight of regularisation items.
         reg_weight: f64 = 1.0, Works;
@@ -203,20 +205,20 @@ section! {
         pred_scaler: f64 = 1.0, Works;
         /// Flow models: compare the image that the prediction leads to with the image, instead of the velocities.
         t0_loss_target: bool = false, Works;
-        /// The weight that makes it as large as the loss of the velocity: `1 / t^2`, at most 100.
+        /// Multiply the loss of `t0_loss_target` by `1 / t^2`, at most 100, so that it is as large as the loss of the velocity.
         t0_velocity_equiv_weight: bool = false, Works;
-        /// Flow models: add the mean squared difference of the spectra (absolute values) of that image and the image.
+        /// Flow models: add the mean squared difference between the spectra (absolute values) of the predicted image and of the image.
         do_fft_loss: bool = false, Works;
-        /// The same weight for it.
+        /// Multiply the loss of `do_fft_loss` by `1 / t^2`, at most 100.
         do_fft_velocity_equiv_weight: bool = false, Works;
         /// Add how far the standard deviation of the prediction of each item and channel is from `target_norm_std_value`.
         target_norm_std: bool = false, Works;
-        /// That standard deviation.
+        /// The standard deviation of `target_norm_std`.
         target_norm_std_value: f64 = 1.0, Works;
         /// Flow models: the target moves further from the image: `noise - latents * (1 + strength * (1 - t))`. Not for batches with masks
         /// under `inverted_mask_prior`.
         do_signal_amplification: bool = false, Works;
-        /// That strength.
+        /// The strength of `do_signal_amplification`.
         signal_amplification_strength: f64 = 0.5, Works;
         /// Cap of the loss of a batch. A batch with a larger loss has no gradients.
         max_loss: Option<f64> = None, Works;
@@ -229,7 +231,7 @@ section! {
         do_prior_divergence: bool = false, Works;
         /// The network that compares features of the predicted and of the true image: `v3` to `v10`, or a file.
         latent_feature_extractor_path: Option<String> = None, Refused("aitk has none of the networks whose features are compared (version 3 to 10: SigLIP 2, DINOv3, TIPSv2, Sapiens 2, VGG16), and does not read files of version 1 and 2"), input Model;
-        /// Weight of that loss.
+        /// Weight of the loss of `latent_feature_extractor_path`.
         latent_feature_loss_weight: f64 = 1.0, DependsOn("latent_feature_extractor_path");
         /// Older name of `latent_feature_extractor_path`.
         diffusion_feature_extractor_path: Option<String> = None, Refused("aitk has none of the networks whose features are compared (version 3 to 10: SigLIP 2, DINOv3, TIPSv2, Sapiens 2, VGG16), and does not read files of version 1 and 2"), input Model;
@@ -239,15 +241,15 @@ section! {
         /// The negative prompt of `do_cfg`, or a `.txt` file with one per line, of which each item gets one at random. Not with
         /// `cache_text_embeddings` and `unload_text_encoder`.
         negative_prompt: Option<String> = None, Works, input PromptFile;
-        /// Above 1: each item gets 1 to this many of them, joined by commas.
+        /// Above 1: each item gets 1 to this many negative prompts of the file, joined by commas.
         max_negative_prompts: u32 = 1, Works;
         /// Prompt of the unconditional prediction of `do_guidance_loss`.
         unconditional_prompt: String = String::new(), Works;
         /// The loss is that of the prediction with CFG, of the scale `cfg_scale`, with `negative_prompt` or the empty prompt.
         do_cfg: bool = false, Works;
-        /// The same with a random scale for each step, from 1 to `max_cfg_scale`.
+        /// As `do_cfg`, with a random scale for each step, from 1 to `max_cfg_scale`.
         do_random_cfg: bool = false, Works;
-        /// Scale of that CFG. Models with a guidance embedding (FLUX.1-dev): its value while training, too.
+        /// The scale of `do_cfg`. Models with a guidance embedding (FLUX.1-dev): the guidance at which they are trained, too.
         cfg_scale: f64 = 1.0, Works;
         /// Upper bound of the random scale.
         max_cfg_scale: Option<f64> = None, Works, shown "`cfg_scale`";
@@ -272,9 +274,9 @@ section! {
         /// Contrastive loss: the target becomes `u + scale * (target - u)`, where `u` is the prediction for `unconditional_prompt`. A
         /// step takes 1.3 times as long. Models with a guidance embedding get the scale there too.
         do_guidance_loss: bool = false, Works;
-        /// That scale; of a range, each item draws one.
+        /// The scale of `do_guidance_loss`. From a range, each item draws one.
         guidance_loss_target: FloatOrRange = FloatOrRange::Fixed(3.0), Works;
-        /// How that scale changes with the noise level.
+        /// How the scale of `do_guidance_loss` changes with the noise level.
         guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, Works;
         /// Scale `u` by its projection on the target (CFG-Zero*).
         do_guidance_loss_cfg_zero: bool = false, Works;
@@ -295,22 +297,22 @@ section! {
         diff_output_preservation: bool = false, Works;
         /// What the trigger word is replaced with.
         diff_output_preservation_class: String = String::new(), Works;
-        /// Weight of that loss.
+        /// Weight of the loss of `diff_output_preservation`.
         diff_output_preservation_multiplier: f64 = 1.0, Works;
         /// Keep what the base model predicts for the empty prompt, in the same way.
         blank_prompt_preservation: bool = false, Works;
-        /// Weight of that loss.
+        /// Weight of the loss of `blank_prompt_preservation`.
         blank_prompt_preservation_multiplier: f64 = 1.0, Works;
         /// Of data sets with masks: outside of its mask, each image is compared with what the model without the adapter predicts. A
         /// step takes 1.3 times as long.
         inverted_mask_prior: bool = false, Works;
-        /// Weight of that loss.
+        /// Weight of the loss of `inverted_mask_prior`.
         inverted_mask_prior_multiplier: f64 = 0.5, Works;
         /// Models that predict the noise: the noise in the target is changed as the prediction would have to be to get the mean and the
         /// standard deviation of what the model without the adapter predicts, per item and channel. Not for regularisation sets. A step
         /// takes 1.3 times as long.
         correct_pred_norm: bool = false, Works;
-        /// How far they go there: 1 is all the way.
+        /// How far `correct_pred_norm` moves the mean and the standard deviation: 0 is not at all, 1 is all the way.
         correct_pred_norm_multiplier: f64 = 1.0, Works;
         /// Loss on fixed images.
         validation_config: Option<ValidationConfig> = None, Works;

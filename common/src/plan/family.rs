@@ -7,8 +7,8 @@ use crate::capability::DeviceKind;
 pub struct FamilySpeed {
     /// The name as in `model.arch`.
     pub name: &'static str,
-    /// Billions of floating-point operations of a unit of work: a pass of the published denoiser over one 512 x 512 image.
-    pub gflops_per_unit: f64,
+    /// Billions of floating-point operations of a pass of the published denoiser over one 512 x 512 image. Work is counted in such passes.
+    pub gflops_per_pass: f64,
     /// The fraction of the rate of matrix products that a step reaches on a GPU. U-Nets have many small layers, whose launches
     /// take a large part of the time.
     gpu_fraction: f64,
@@ -24,7 +24,7 @@ const FAMILIES: [FamilySpeed; 8] = [
     family("sd1", 803.0, U_NET),
     family("sd2", 803.0, U_NET),
     family("sdxl", 1_589.0, U_NET),
-    // Large.
+    // Stable Diffusion 3.5 large.
     family("sd3", 7_980.0, TRANSFORMER),
     family("flux", 21_500.0, TRANSFORMER),
     family("chroma", 15_500.0, TRANSFORMER),
@@ -36,10 +36,10 @@ const FAMILIES: [FamilySpeed; 8] = [
 /// A family that is not known.
 const UNKNOWN: FamilySpeed = family("", 6_500.0, TRANSFORMER);
 
-const fn family(name: &'static str, gflops_per_unit: f64, gpu_fraction: f64) -> FamilySpeed {
+const fn family(name: &'static str, gflops_per_pass: f64, gpu_fraction: f64) -> FamilySpeed {
     FamilySpeed {
         name,
-        gflops_per_unit,
+        gflops_per_pass,
         gpu_fraction,
     }
 }
@@ -63,20 +63,20 @@ impl FamilySpeed {
         family.unwrap_or(&UNKNOWN)
     }
 
-    /// Guesses the seconds per unit of work on a device whose matrix products run at `gflops` billions of floating-point operations
-    /// per second. 0: not measured, so that of a usual device of this kind.
+    /// Estimates the seconds per pass on a device whose matrix products run at `gflops` billions of floating-point operations
+    /// per second. 0: the rate was not measured, and that of a usual device of this kind is assumed.
     #[must_use]
-    pub fn guessed_seconds_per_unit(&self, kind: DeviceKind, gflops: u64) -> f64 {
+    pub fn estimated_seconds_per_pass(&self, kind: DeviceKind, gflops: u64) -> f64 {
         // An RTX 3090 in bf16, a Mac with an M-series Max chip in f16, a CPU with four cores in f32.
         let (usual, fraction) = match kind {
             DeviceKind::Cuda => (65_000, self.gpu_fraction),
             DeviceKind::Metal => (16_000, self.gpu_fraction),
             DeviceKind::Cpu => (200, CPU_FRACTION),
         };
-        // A device that was busy when its worker started must not look so slow that it gets no job, from which its speed would be
-        // learned.
+        // The rate of a device that was busy when its worker started is too low. It must not keep the device from getting a first job,
+        // whose speed replaces the estimate.
         let rate = if gflops == 0 { usual } else { gflops.max(usual / 3) };
-        self.gflops_per_unit / (rate as f64 * fraction)
+        self.gflops_per_pass / (rate as f64 * fraction)
     }
 }
 
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn the_operations_of_a_unit_are_those_of_the_published_model() {
+    fn the_operations_of_a_pass_are_those_of_the_published_model() {
         for speed in &FAMILIES {
             let Some(family) = families::of(speed.name) else {
                 continue;
@@ -104,7 +104,7 @@ mod tests {
             let counted = job.published_pass() / 1e9;
             let name = speed.name;
             assert!(
-                (counted / speed.gflops_per_unit - 1.0).abs() < 0.03,
+                (counted / speed.gflops_per_pass - 1.0).abs() < 0.03,
                 "{name}: {counted}"
             );
         }
@@ -113,11 +113,11 @@ mod tests {
     #[test]
     fn a_measured_rate_replaces_the_usual_one() {
         let sdxl = FamilySpeed::of("sdxl").unwrap();
-        let seconds = |gflops| sdxl.guessed_seconds_per_unit(DeviceKind::Cpu, gflops);
+        let seconds = |gflops| sdxl.estimated_seconds_per_pass(DeviceKind::Cpu, gflops);
         assert!((seconds(400) * 2.0 / seconds(0) - 1.0).abs() < 1e-9);
         assert!((seconds(1) / seconds(66) - 1.0).abs() < 1e-9, "a busy device");
         // Stable Diffusion XL, LoRA with gradient checkpointing at 1024 x 1024 on an RTX 3090: 1.1 to 1.4 s are published.
-        let step = 6_000.0 * 3.0 / sdxl.gflops_per_unit * sdxl.guessed_seconds_per_unit(DeviceKind::Cuda, 0);
+        let step = 6_000.0 * 3.0 / sdxl.gflops_per_pass * sdxl.estimated_seconds_per_pass(DeviceKind::Cuda, 0);
         assert!((1.1..1.5).contains(&step), "{step} s");
     }
 }

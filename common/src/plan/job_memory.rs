@@ -230,7 +230,7 @@ impl<'a> Job<'a> {
                 splits: LokrSplits {
                     smaller_first: flag(network, "/network_kwargs/smaller_factor_first"),
                     unbalanced: flag(network, "/network_kwargs/unbalanced_factorization"),
-                    both: flag(network, "/network_kwargs/decompose_both"),
+                    decompose_both: flag(network, "/network_kwargs/decompose_both"),
                 },
             },
             Some("dora") => AdapterKind::Dora,

@@ -193,13 +193,13 @@ fn coerced(kind: Kind, value: &Value) -> Value {
             "false" => Value::Bool(false),
             _ => value.clone(),
         },
-        Kind::Texts => words(text),
+        Kind::Texts => split_words(text),
         _ => value.clone(),
     }
 }
 
-/// The words of a text, without quotes, as the GUI splits it.
-fn words(text: &str) -> Value {
+/// Splits a text at white space, without its quotes, as the GUI does.
+fn split_words(text: &str) -> Value {
     let words = text.replace('"', "");
     Value::List(
         words

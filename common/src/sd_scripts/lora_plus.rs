@@ -36,10 +36,10 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     let both = ratio("loraplus_lr_ratio");
     let denoiser = ratio("loraplus_unet_lr_ratio")
         .or(both)
-        .filter(|_| rates.denoiser && has_ratios);
+        .filter(|_| rates.trains_denoiser && has_ratios);
     let text = ratio("loraplus_text_encoder_lr_ratio")
         .or(both)
-        .filter(|_| rates.text_encoder && has_ratios);
+        .filter(|_| rates.trains_text_encoder && has_ratios);
     let blocks = block_rates(import, &arguments, block_ranks::has_convolutions(&arguments));
     let has_ratio = denoiser.is_some() || text.is_some();
     if has_ratio && import.settings.text("network_module") == Some("lycoris.kohya") {
@@ -54,7 +54,7 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     };
     let mut of_text = rates.factors.clone();
     // Otherwise the entry of all second matrices would be theirs.
-    if of_text.is_empty() && rates.text_encoder && has_ratio {
+    if of_text.is_empty() && rates.trains_text_encoder && has_ratio {
         of_text.push((texts.to_owned(), 1.0));
     }
     let mut factors = Vec::new();
@@ -69,7 +69,7 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     }
     // A block of weight 0 has no LoRA.
     for block in blocks {
-        if rates.denoiser && block.weight != 1.0 && block.weight != 0.0 {
+        if rates.trains_denoiser && block.weight != 1.0 && block.weight != 0.0 {
             push(block.flattened(), block.weight, denoiser);
         }
     }

@@ -34,7 +34,7 @@ fn is_false(argument: &Argument) -> bool {
     argument.is_off() && !argument.text.is_empty()
 }
 
-/// The argument that says whether larger convolutions have Tucker's decomposition. LyCORIS joins the texts of its names with `or`, and from
+/// The argument that says whether larger convolutions have a Tucker decomposition. LyCORIS joins the texts of its names with `or`, and from
 /// version 3 on takes the other names for `use_tucker`, also `disable_conv_cp`.
 fn decomposing(arguments: &Arguments) -> Option<&Argument> {
     let first = ["use_conv_cp", "use_cp"].into_iter();
@@ -195,7 +195,7 @@ pub(super) fn lycoris_kwargs(import: &mut Import<'_>, arguments: &Arguments, net
     {
         kwargs.insert("use_cp".into(), json!(true));
         if argument.name == "disable_conv_cp" {
-            let message = "disable_conv_cp: LyCORIS 3 and 4 take it for use_tucker, so that convolutions have Tucker's decomposition; remove it \
+            let message = "disable_conv_cp: LyCORIS 3 and 4 take it for use_tucker, so that convolutions have a Tucker decomposition; remove it \
                            to train them without";
             import.note("network_args", message);
         }

@@ -241,14 +241,14 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     }
     optimizer::optimizer(import, &rates, &mut train);
     schedule::schedule(import, steps, &mut train);
-    train.insert("train_unet".into(), json!(rates.denoiser));
-    train.insert("train_text_encoder".into(), json!(rates.text_encoder));
+    train.insert("train_unet".into(), json!(rates.trains_denoiser));
+    train.insert("train_text_encoder".into(), json!(rates.trains_text_encoder));
     train.insert(
         "gradient_checkpointing".into(),
         json!(settings.flag("gradient_checkpointing")),
     );
     train.insert("dtype".into(), json!(dtype(import)));
-    if caches_text && !rates.text_encoder {
+    if caches_text && !rates.trains_text_encoder {
         train.insert("cache_text_embeddings".into(), json!(true));
     }
     if let Some(validation) = held_out.section(import, epoch) {
@@ -323,10 +323,10 @@ fn caches_text(import: &mut Import<'_>, rates: &Rates) -> bool {
             "contradicts the training of a word, which needs the text encoders: remove it",
         );
     }
-    if rates.text_encoder && import.script.is_flow() {
+    if rates.trains_text_encoder && import.script.is_flow() {
         let message = "text is encoded at each step, because a text encoder is trained; sd-scripts caches T5 alone, and trains the same";
         import.note(option, message);
-    } else if rates.text_encoder {
+    } else if rates.trains_text_encoder {
         let message = "contradicts the training of the text encoder, whose outputs change: set network_train_unet_only = true, or remove it";
         import.error(option, message);
     }

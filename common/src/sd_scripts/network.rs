@@ -125,7 +125,7 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
         ScriptFamily::Sd3 => joint_blocks(import, &arguments),
     };
     if !layers.is_empty() {
-        let text = (rates.text_encoder).then(|| TEXT_ENCODER.to_owned());
+        let text = (rates.trains_text_encoder).then(|| TEXT_ENCODER.to_owned());
         let all: Vec<String> = layers.into_iter().chain(text).collect();
         kwargs.insert("only_if_contains".into(), json!(all));
     }

@@ -5,7 +5,7 @@ use super::report::{Import, Section, number};
 use super::script::ScriptFamily;
 use serde_json::{Value, json};
 
-/// An optimizer of sd-scripts: its names in lower case, ours, and the defaults that its library has.
+/// An optimizer of sd-scripts: its names in lower case, aitk's name, and the default parameters of its library.
 struct OptimizerRow {
     names: &'static [&'static str],
     ours: &'static str,
@@ -197,8 +197,8 @@ pub(super) fn chooses_rates(train: &Section) -> bool {
 /// The learning rate, and whether the denoiser and the text encoder are trained.
 pub(super) struct Rates {
     pub rate: f64,
-    pub denoiser: bool,
-    pub text_encoder: bool,
+    pub trains_denoiser: bool,
+    pub trains_text_encoder: bool,
     /// `train.lr_factors`: a part of the names of tensors, and how many times `rate` their rate is.
     pub factors: Vec<(String, f64)>,
 }
@@ -217,8 +217,8 @@ pub(super) fn rates(import: &mut Import<'_>) -> Rates {
     } else if import.script.trains_embedding() {
         Rates {
             rate: default,
-            denoiser: true,
-            text_encoder: false,
+            trains_denoiser: true,
+            trains_text_encoder: false,
             factors: Vec::new(),
         }
     } else {
@@ -243,8 +243,8 @@ fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
         rates if rates.is_empty() => vec![default],
         rates => rates,
     };
-    // A part whose rate is 0 has a LoRA that stays zero.
-    let denoiser = !text_only && unet != 0.0;
+    // The LoRA of a part whose rate is 0 stays zero, so that the part is left out.
+    let trains_denoiser = !text_only && unet != 0.0;
     let first = texts.first().copied().unwrap_or(default);
     let trained = match import.script.family() {
         // The last rate is that of T5, which is not trained.
@@ -260,20 +260,20 @@ fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
             vec![first]
         }
     };
-    let text_encoder = !unet_only && trained.iter().any(|rate| *rate != 0.0);
-    let rate = if denoiser { unet } else { first };
-    let factors = match text_encoder {
+    let trains_text_encoder = !unet_only && trained.iter().any(|rate| *rate != 0.0);
+    let rate = if trains_denoiser { unet } else { first };
+    let factors = match trains_text_encoder {
         true => text_factors(import, &trained, rate),
         false => Vec::new(),
     };
     let contradicts = unet_only && text_only;
-    if !contradicts && !denoiser && !text_encoder {
+    if !contradicts && !trains_denoiser && !trains_text_encoder {
         import.error("learning_rate", "nothing is trained: all learning rates are 0");
     }
     Rates {
         rate,
-        denoiser,
-        text_encoder,
+        trains_denoiser,
+        trains_text_encoder,
         factors,
     }
 }
@@ -333,7 +333,7 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
         );
     }
     let is_zero = |option: &&&str| settings.number(option) == Some(0.0);
-    let mut text_encoder = match import.script {
+    let mut trains_text_encoder = match import.script {
         // 0 stops it before the first step.
         Script::TrainDb => settings.whole("stop_text_encoder_training").is_none_or(|step| step > 0),
         Script::FluxTrain => false,
@@ -347,10 +347,10 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
         let message = "aitk trains the text encoder to the end, or not at all (-1)";
         import.error("stop_text_encoder_training", message);
     }
-    text_encoder &= options.is_empty() || options.iter().filter(is_zero).count() < options.len();
+    trains_text_encoder &= options.is_empty() || options.iter().filter(is_zero).count() < options.len();
     let names = ["text_encoder.", "text_encoder_2."];
     let mut factors = Vec::new();
-    for (option, name) in options.iter().zip(names).filter(|_| text_encoder) {
+    for (option, name) in options.iter().zip(names).filter(|_| trains_text_encoder) {
         let rate = settings.number(option).unwrap_or(default);
         if rate == default {
             continue;
@@ -368,8 +368,8 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
     }
     Rates {
         rate: default,
-        denoiser: true,
-        text_encoder,
+        trains_denoiser: true,
+        trains_text_encoder,
         factors,
     }
 }

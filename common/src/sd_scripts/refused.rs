@@ -1,5 +1,5 @@
-//! Reads the config that an import wrote, as any config is read. What is refused there is reported at the options that it comes
-//! from.
+//! Parses the config that an import wrote, as every config is parsed. Each error names the options of sd-scripts that the refused key
+//! comes from.
 
 use super::datasets;
 use super::document::{Position, finding};
@@ -8,13 +8,13 @@ use super::options;
 use super::settings::Settings;
 use crate::job::{self, Finding, Format, JobError, LoadOptions};
 
-/// Checks the YAML. `settings`: those of the training config, and those of the data set config.
+/// Checks the YAML. `training`: the options of the training config; `of_datasets`: those of each table of the data set config.
 ///
 /// # Errors
-/// What is refused, at the options of which it was made.
+/// The refused keys, at the positions of the options that they come from.
 pub(super) fn check(yaml: &str, training: &Settings, of_datasets: &[Settings]) -> Result<(), Vec<Finding>> {
     let refused = |problem: &Finding| refused(problem, training, of_datasets);
-    // Variables of the environment are read when the config is, so that their names stand for them here.
+    // The variables of the environment are filled in when the written config is read. Here the name of each variable is its value.
     let options = LoadOptions {
         env: &|name| Some(name.to_owned()),
         ..LoadOptions::default()
@@ -53,7 +53,7 @@ fn refused(problem: &Finding, training: &Settings, of_datasets: &[Settings]) -> 
             &training.file,
             Position::default(),
             "",
-            message("the config that this becomes has"),
+            message("the imported config has"),
         ),
     }
 }
@@ -96,7 +96,7 @@ pub(super) fn origin<'a>(
         }
         match key.rsplit_once('.') {
             Some((section, _)) => key = section,
-            // What no option decides, an argument of the network does.
+            // A key of `network` that no option decides comes from `network_args`.
             None if is_of_network && training.is_set("network_args") => return Some((training, vec!["network_args"])),
             None => return None,
         }

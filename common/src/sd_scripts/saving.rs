@@ -52,7 +52,10 @@ pub(super) fn save(import: &mut Import<'_>, epoch: Option<u64>, steps: u64) -> S
         }
     };
     save.insert("save_every".into(), json!(every));
-    save.insert("max_step_saves_to_keep".into(), json!(kept(import, every, by_steps)));
+    save.insert(
+        "max_step_saves_to_keep".into(),
+        json!(saves_to_keep(import, every, by_steps)),
+    );
     save.insert("dtype".into(), json!(dtype(import)));
     if let Some(repo) = settings.text("huggingface_repo_id") {
         save.insert("push_to_hub".into(), json!(true));
@@ -72,7 +75,7 @@ pub(super) fn save(import: &mut Import<'_>, epoch: Option<u64>, steps: u64) -> S
 }
 
 /// How many saves are kept; 0: all.
-fn kept(import: &mut Import<'_>, every: u64, by_steps: u64) -> u64 {
+fn saves_to_keep(import: &mut Import<'_>, every: u64, by_steps: u64) -> u64 {
     let window = import.whole_from("save_last_n_steps", 0, 0);
     let epochs = import.whole_from("save_last_n_epochs", 0, 0);
     match (by_steps > 0, window, epochs) {
@@ -135,20 +138,20 @@ pub(super) fn sample_interval(import: &mut Import<'_>, epoch: Option<u64>) -> Op
             .filter(|every| *every > 0)
     };
     let (steps, epochs) = (positive("sample_every_n_steps"), positive("sample_every_n_epochs"));
-    let is_first = settings.flag("sample_at_first");
-    if steps.is_none() && epochs.is_none() && !is_first {
+    let samples_at_first = settings.flag("sample_at_first");
+    if steps.is_none() && epochs.is_none() && !samples_at_first {
         return None;
     }
     Some(match (epochs, steps) {
-        // In sd-scripts, epochs win.
+        // sd-scripts ignores the steps if epochs are given.
         (Some(epochs), _) => epochs.saturating_mul(epoch.unwrap_or(1)),
         (None, steps) => steps.unwrap_or(0),
     })
 }
 
 /// Adds the keys of `train` about samples.
-pub(super) fn sample_switches(import: &Import<'_>, samples: bool, train: &mut Section) {
-    if samples {
+pub(super) fn sample_switches(import: &Import<'_>, makes_samples: bool, train: &mut Section) {
+    if makes_samples {
         train.insert(
             "skip_first_sample".into(),
             Value::Bool(!import.settings.flag("sample_at_first")),

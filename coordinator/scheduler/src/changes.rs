@@ -13,7 +13,7 @@ pub(crate) struct Changes {
     pub(crate) wall_time: UnixMillis,
     pub(crate) effects: Vec<Effect>,
     /// Jobs to store at the end of the call; a job may be listed several times.
-    pub(crate) touched: Vec<JobId>,
+    pub(crate) changed_jobs: Vec<JobId>,
 }
 
 impl Changes {
@@ -23,7 +23,7 @@ impl Changes {
 
     /// Marks a job as changed, so that it is stored.
     pub(crate) fn touch(&mut self, job: &JobId) {
-        self.touched.push(job.clone());
+        self.changed_jobs.push(job.clone());
     }
 
     /// Adds a stored event to a job's log and publishes it to the job's followers.

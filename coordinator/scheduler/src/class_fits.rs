@@ -19,7 +19,7 @@ pub(super) fn device_fit(
     let fitting = check_fit(needs, worker, device)?;
     Ok(DeviceFit {
         fitting,
-        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), fitting.profile),
+        seconds_per_pass: speeds.seconds_per_pass(device, needs.family.as_deref(), fitting.profile),
     })
 }
 

@@ -29,7 +29,7 @@ pub(super) enum Obstacle {
 
 impl State {
     /// Checks whether a job may start now on a device on which it fits. Returns the estimated seconds until it would be
-    /// done there. `fastest` is the least seconds per unit of work among the devices that accept jobs and on which the job fits; `job` is
+    /// done there. `fastest` is the least seconds per pass among the devices that accept jobs and on which the job fits; `job` is
     /// `None` for a job that is not submitted yet: the result is then 0, and reservations and faster devices do not count.
     ///
     /// # Errors
@@ -42,7 +42,7 @@ impl State {
         fit: &DeviceFit,
         fastest: f64,
     ) -> Result<f64, Obstacle> {
-        if needs.is_too_slow(fit.seconds_per_unit, fastest) {
+        if needs.is_too_slow(fit.seconds_per_pass, fastest) {
             return Err(Obstacle::TooSlow);
         }
         if !slot.accepts_jobs {
@@ -59,8 +59,8 @@ impl State {
         if self.is_reserved_for_other(job, slot) {
             return Err(Obstacle::Reserved);
         }
-        let seconds = self.estimated_seconds(job, slot, fit.seconds_per_unit);
-        if self.is_left_to_faster_devices(now, job, slot_id, fit.seconds_per_unit, seconds) {
+        let seconds = self.estimated_seconds(job, slot, fit.seconds_per_pass);
+        if self.is_left_to_faster_devices(now, job, slot_id, fit.seconds_per_pass, seconds) {
             return Err(Obstacle::LeftToFaster);
         }
         Ok(seconds)
@@ -68,7 +68,7 @@ impl State {
 
     /// Estimated seconds until a job would be done on a device: the work that is left, slowed down by the jobs that run
     /// there, and the inputs that the worker has to fetch first.
-    fn estimated_seconds(&self, job: &Job, slot: &Slot, seconds_per_unit: f64) -> f64 {
+    fn estimated_seconds(&self, job: &Job, slot: &Slot, seconds_per_pass: f64) -> f64 {
         let lacking = match (job.requirements.data.as_slice(), self.workers.get(&slot.worker)) {
             ([], _) | (_, None) => 0,
             (data, Some(worker)) => data
@@ -80,7 +80,7 @@ impl State {
         let elsewhere = job.attempts.last().is_none_or(|last| last.worker != slot.worker);
         let missing = lacking + usize::from(elsewhere && job.checkpoint.is_some());
         let sharing = slot.running.len() as f64 + 1.0;
-        passes_left(job) * seconds_per_unit * sharing + missing as f64 * FETCH_SECONDS
+        passes_left(job) * seconds_per_pass * sharing + missing as f64 * FETCH_SECONDS
     }
 
     /// Whether a preemptible job may not start here because a job on this device is being preempted. Otherwise the new job

@@ -78,7 +78,7 @@ impl State {
             .iter()
             .filter(|(_, slot, ..)| slot.accepts_jobs)
             .filter_map(|(_, slot, worker, device_fit, _)| {
-                let seconds = device_fit.as_ref().ok()?.seconds_per_unit;
+                let seconds = device_fit.as_ref().ok()?.seconds_per_pass;
                 Some((seconds, device_label(worker, slot)))
             })
             .min_by(|a, b| a.0.total_cmp(&b.0))
@@ -109,14 +109,14 @@ impl State {
                 profile,
                 bytes: attempt.and_then(|attempt| attempt.memory),
             },
-            seconds_per_unit: self
+            seconds_per_pass: self
                 .speeds
-                .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
+                .seconds_per_pass(&slot.device, needs.family.as_deref(), profile),
         }
     }
 
     /// Whether a job may start on a device on which it fits, and if not, why. `fastest` is the fastest device that accepts jobs and that
-    /// fits: its seconds per unit of work, and its name.
+    /// fits: its seconds per pass, and its name.
     fn availability<'a>(
         &'a self,
         now: UnixMillis,
@@ -131,14 +131,14 @@ impl State {
         };
         match (obstacle, &slot.takeover_by) {
             (Obstacle::TooSlow, _) => Availability::TooSlow {
-                times: device_fit.seconds_per_unit / fastest.0,
+                times: device_fit.seconds_per_pass / fastest.0,
                 fastest: fastest.1.clone(),
                 kind: slot.device.id.kind,
             },
             (Obstacle::LeftToFaster, _) => Availability::LeftToFaster {
                 faster: subject
                     .job
-                    .map(|job| self.faster_devices(now, job, device_fit.seconds_per_unit))
+                    .map(|job| self.faster_devices(now, job, device_fit.seconds_per_pass))
                     .unwrap_or_default(),
             },
             (Obstacle::NotAccepting, _) if worker.drained => Availability::Drained { worker: &worker.name },
@@ -354,7 +354,7 @@ impl State {
         let summary = match (devices.iter().find(|device| device.fits), devices.is_empty()) {
             (_, true) => NO_WORKER.to_owned(),
             (None, _) => no_device(fit_errors.iter().collect()),
-            (Some(best), _) if best.ready => format!("would start now on {}", best.description),
+            (Some(best), _) if best.can_start_now => format!("would start now on {}", best.description),
             (Some(best), _) => format!("would wait for a device; the best is {}", best.description),
         };
         Forecast { summary, devices }
@@ -369,7 +369,7 @@ impl State {
         job: Option<&Job>,
     ) -> Vec<DeviceForecast> {
         let rank = |verdict: &DeviceVerdict<'_>| match verdict.fit() {
-            Some(fit) => (0, !verdict.is_ready(), fit.device_fit.seconds_per_unit),
+            Some(fit) => (0, !verdict.is_ready(), fit.device_fit.seconds_per_pass),
             None => (1, true, 0.0),
         };
         verdicts.sort_by(|a, b| {
@@ -399,7 +399,7 @@ impl State {
         own: Option<f64>,
     ) -> DeviceForecast {
         let device = &verdict.device.device;
-        let measured = own.is_some() || self.speeds.is_measured(device, family);
+        let is_speed_measured = own.is_some() || self.speeds.is_measured(device, family);
         let label = device_label(verdict.worker, verdict.device);
         let mut forecast = DeviceForecast {
             worker: verdict.worker.id.clone(),
@@ -408,11 +408,11 @@ impl State {
             device_name: device.name.clone(),
             budget: device.memory_budget,
             fits: false,
-            ready: false,
+            can_start_now: false,
             profile: None,
             memory: None,
             seconds: None,
-            measured,
+            is_speed_measured,
             description: String::new(),
         };
         match &verdict.fit {
@@ -422,18 +422,18 @@ impl State {
                 availability,
             }) => {
                 let FittingProfile { profile, bytes } = device_fit.fitting;
-                let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
+                let seconds = own.or(family.map(|_| units * device_fit.seconds_per_pass));
                 forecast.description = fit_line(&FitLine {
                     device: &label,
                     profile: profile.name(),
                     bytes,
                     budget: device.memory_budget,
                     seconds,
-                    measured,
+                    is_speed_measured,
                     availability,
                 });
                 forecast.fits = true;
-                forecast.ready = verdict.is_ready();
+                forecast.can_start_now = verdict.is_ready();
                 forecast.profile = Some(profile);
                 forecast.memory = bytes;
                 forecast.seconds = seconds.filter(|seconds| seconds.is_finite());

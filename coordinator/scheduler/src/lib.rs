@@ -67,7 +67,7 @@ impl State {
             wall_time: self.wall_time(now),
             // Most steps have fewer.
             effects: Vec::with_capacity(16),
-            touched: Vec::with_capacity(8),
+            changed_jobs: Vec::with_capacity(8),
         };
         match event {
             Event::JobSubmitted { ticket, job } => self.submit(&mut changes, ticket, *job),
@@ -159,12 +159,15 @@ impl State {
         self.place_waiting_jobs(&mut changes);
         let Changes {
             mut effects,
-            mut touched,
+            mut changed_jobs,
             ..
         } = changes;
-        touched.sort_unstable();
-        touched.dedup();
-        let records = touched.iter().filter_map(|id| self.jobs.share(id)).map(Record::Job);
+        changed_jobs.sort_unstable();
+        changed_jobs.dedup();
+        let records = changed_jobs
+            .iter()
+            .filter_map(|id| self.jobs.share(id))
+            .map(Record::Job);
         effects.extend(records.map(Effect::Persist));
         effects
     }

@@ -178,7 +178,7 @@ pub(super) fn fit_line(line: &FitLine<'_>) -> String {
     let time = match line.seconds {
         Some(seconds) if seconds.is_finite() => {
             let time = duration_text(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
-            let how = if line.measured { "" } else { ", a guess" };
+            let how = if line.is_speed_measured { "" } else { ", a guess" };
             format!(", about {time}{how}")
         }
         _ => String::new(),

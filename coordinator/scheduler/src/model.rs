@@ -521,10 +521,11 @@ pub struct Speed {
     pub device: String,
     /// The family.
     pub family: String,
-    /// Nanoseconds per unit of work with everything on the device. An integer, so that JSON keeps it exactly.
-    pub nanoseconds_per_unit: u64,
-    /// What a unit of work was when the speed was measured: [`WORK_UNIT`](aitk_common::plan::demand::WORK_UNIT). Speeds in another
-    /// unit are ignored.
+    /// Nanoseconds per pass with everything on the device. An integer, so that JSON keeps it exactly.
+    #[serde(rename = "nanoseconds_per_unit")]
+    pub nanoseconds_per_pass: u64,
+    /// How work was counted when the speed was measured: [`WORK_UNIT`](aitk_common::plan::demand::WORK_UNIT). Speeds of another
+    /// version are ignored.
     #[serde(default)]
     pub unit: u32,
 }

@@ -25,7 +25,7 @@ struct RunningPart {
     slot: SlotId,
     /// Seconds until it ends.
     left: f64,
-    /// Seconds per unit of work.
+    /// Seconds per pass.
     speed: f64,
 }
 
@@ -69,7 +69,7 @@ impl State {
             None => {
                 let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
                 let device = &self.slots.get(slot)?.device;
-                let speed = self.speeds.seconds_per_unit(device, family, attempt.profile);
+                let speed = self.speeds.seconds_per_pass(device, family, attempt.profile);
                 let left = passes_left(job) * speed - now.since(live.since).as_secs_f64();
                 if left < 0.0 {
                     return None;
@@ -82,7 +82,7 @@ impl State {
     }
 
     /// Whether a waiting part of a job is left to the faster devices that run other parts: they would finish all waiting parts
-    /// before this device would finish this part. `speed`: seconds per unit of work on this device; `takes`: seconds for the
+    /// before this device would finish this part. `speed`: seconds per pass on this device; `takes`: seconds for the
     /// part.
     pub(super) fn is_left_to_faster_devices(
         &self,
@@ -222,7 +222,7 @@ impl State {
         best
     }
 
-    /// Seconds per unit of work on an idle device, and how many of the job's inputs its worker lacks; none: the job does not
+    /// Seconds per pass on an idle device, and how many of the job's inputs its worker lacks; none: the job does not
     /// fit there.
     fn fit_when_idle(&self, needs: &DeviceNeeds, job: &Job, slot_id: SlotId) -> Option<(f64, f64)> {
         let slot = self
@@ -237,7 +237,7 @@ impl State {
             .iter()
             .filter(|data| !worker.cached_inputs.contains(data))
             .count();
-        Some((fit.seconds_per_unit, missing as f64))
+        Some((fit.seconds_per_pass, missing as f64))
     }
 
     /// Reserves the device for the part, and preempts the part.

@@ -179,7 +179,7 @@ impl State {
         }
     }
 
-    /// The least seconds per unit of work and the least bytes that jobs of the class need, over the devices that accept jobs and on which the
+    /// The least seconds per pass and the least bytes that jobs of the class need, over the devices that accept jobs and on which the
     /// class fits.
     fn least_seconds_and_bytes(&self, class: &JobClass) -> (f64, u64) {
         class
@@ -197,7 +197,7 @@ impl State {
             .map(|(_, fit)| fit);
         fits.fold((f64::INFINITY, u64::MAX), |(fastest, min_bytes), fit| {
             let bytes = fit.fitting.bytes.unwrap_or(u64::MAX);
-            (fastest.min(fit.seconds_per_unit), min_bytes.min(bytes))
+            (fastest.min(fit.seconds_per_pass), min_bytes.min(bytes))
         })
     }
 
@@ -271,7 +271,7 @@ impl State {
             let slot_id = self.slots.find(&attempt.worker, attempt.device)?;
             let (slot, fit) = (self.slots.get(slot_id)?, class.fits.get(&slot_id)?);
             let usable = slot.accepts_jobs
-                && !class.needs.is_too_slow(fit.seconds_per_unit, fastest)
+                && !class.needs.is_too_slow(fit.seconds_per_pass, fastest)
                 && slot.has_capacity_for(class.needs.reservation(fit.fitting.bytes), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };

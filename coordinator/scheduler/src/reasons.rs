@@ -128,7 +128,7 @@ pub(super) struct FitLine<'a> {
     pub(super) budget: u64,
     pub(super) seconds: Option<f64>,
     /// Whether `seconds` comes from measurements.
-    pub(super) measured: bool,
+    pub(super) is_speed_measured: bool,
     pub(super) availability: &'a Availability<'a>,
 }
 

@@ -57,7 +57,7 @@ impl State {
         let speed = Speed {
             device: device.name.clone(),
             family,
-            nanoseconds_per_unit: u64::try_from(nanoseconds).unwrap_or(u64::MAX),
+            nanoseconds_per_pass: u64::try_from(nanoseconds).unwrap_or(u64::MAX),
             unit: WORK_UNIT,
         };
         worker

@@ -34,7 +34,7 @@ impl State {
             .filter_map(|(_, slot)| {
                 let worker = self.workers.get(&slot.worker)?;
                 let fit = device_fit(&self.speeds, &needs, worker, &slot.device).ok()?;
-                Some(fit.seconds_per_unit)
+                Some(fit.seconds_per_pass)
             })
             .collect();
         let best = speeds.iter().copied().fold(f64::INFINITY, f64::min);

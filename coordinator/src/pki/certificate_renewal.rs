@@ -17,7 +17,7 @@ use std::time::Duration;
 /// How often the machine's addresses are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(600);
 /// Pause before a retry when signing failed.
-const RETRY: Duration = Duration::from_secs(60);
+const RETRY_DELAY: Duration = Duration::from_secs(60);
 
 /// The certificate in use.
 #[derive(Debug)]
@@ -43,8 +43,9 @@ pub(super) struct CertificateRenewal {
     validity: Duration,
     addr: SocketAddr,
     hostnames: Vec<String>,
-    /// Names and time of the current certificate.
+    /// The names in the current certificate.
     names: Vec<String>,
+    /// When the current certificate was issued.
     issued: UnixMillis,
 }
 
@@ -100,7 +101,7 @@ impl CertificateRenewal {
                 }
                 Err(error) => {
                     tracing::error!(error = %error_chain(&error), "the coordinator's certificate could not be renewed");
-                    wait = RETRY;
+                    wait = RETRY_DELAY;
                 }
             }
         }

@@ -111,11 +111,11 @@ impl SchedulerHandle {
     /// the last batch, which is not durable yet.)
     pub(crate) async fn query<T: Send + 'static>(
         &self,
-        look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
+        read_state: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
     ) -> Result<T, SchedulerStopped> {
         let (sender, receiver) = oneshot::channel();
         let query: Query = Box::new(move |state, now| {
-            let _ = sender.send(look(state, now));
+            let _ = sender.send(read_state(state, now));
         });
         self.inputs
             .send(Input::Query(query))

@@ -27,13 +27,13 @@ impl BulkStatement {
     }
 
     /// Runs the statement for all rows, in order. No key may occur twice.
-    pub(super) async fn run(&self, to: &mut SqlTransaction, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
+    pub(super) async fn run(&self, transaction: &mut SqlTransaction, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
         let mut left = rows.len();
         let mut rows = rows.into_iter();
         for (size, statement) in SIZES.into_iter().zip(self.statements.iter()) {
             while left >= size {
                 let values: Vec<Value> = rows.by_ref().take(size).flatten().collect();
-                to.run_bulk(*statement, values).await?;
+                transaction.run_bulk(*statement, values).await?;
                 left -= size;
             }
         }

@@ -46,7 +46,7 @@ impl StandbyCoordinator {
     /// # Errors
     /// [`StoreError::Open`] when the database does not answer, [`StoreError::Schema`] when it is a newer version's.
     pub(crate) async fn leader(&self) -> Result<Option<Leader>, StoreError> {
-        let looking = async {
+        let query = async {
             // The tables may not exist yet, or be those of an older version.
             let known: bool = sqlx::query_scalar("SELECT to_regclass('lease') IS NOT NULL")
                 .fetch_one(&self.pool)
@@ -68,7 +68,7 @@ impl StandbyCoordinator {
             }))
         };
         let late = || sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time"));
-        let found = tokio::time::timeout(ANSWER_TIMEOUT, looking).await;
+        let found = tokio::time::timeout(ANSWER_TIMEOUT, query).await;
         found.unwrap_or_else(|_| Err(late())).map_err(|e| self.store_error(e))
     }
 

@@ -99,7 +99,7 @@ async fn fit_and_explain_name_devices_and_reasons() {
     };
     let toy = fit(toy).await;
     assert!(
-        toy.fits_somewhere() && toy.devices[0].ready && toy.devices[0].memory.is_some(),
+        toy.fits_somewhere() && toy.devices[0].can_start_now && toy.devices[0].memory.is_some(),
         "{toy:?}"
     );
     assert_eq!(toy.devices[0].profile, Some(MemoryProfile::CpuOnly));

@@ -39,7 +39,7 @@ impl Dropout {
     ///
     /// # Errors
     /// When the device fails.
-    pub(super) fn kept_outputs(
+    pub(super) fn output_mask(
         self,
         seed: &str,
         layer: &str,
@@ -50,11 +50,11 @@ impl Dropout {
             return Ok(None);
         }
         let drawn = generator_from_text(&format!("{seed}/{layer}/output")).rand(outputs);
-        let kept = drawn.into_iter().map(|u| match f64::from(u) < self.output {
+        let mask = drawn.into_iter().map(|u| match f64::from(u) < self.output {
             true => 0.0,
             false => 1.0,
         });
-        let kept: Vec<f32> = kept.collect();
-        Tensor::from_vec(kept, outputs, device).map(Some)
+        let mask: Vec<f32> = mask.collect();
+        Tensor::from_vec(mask, outputs, device).map(Some)
     }
 }

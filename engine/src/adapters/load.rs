@@ -70,7 +70,7 @@ pub fn load_changes(part: &mut Part<'_>, path: &Path, multiplier: f64) -> Result
 /// # Errors
 /// As [`load_lora`], and when the model cannot be loaded.
 pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
-    let mut model = families::layout(model, arch, parts)?;
+    let mut model = families::load_without_weights(model, arch, parts)?;
     load_file(&mut model.parts(), AdapterFile::open_layout(path)?, 1.0).map(drop)
 }
 
@@ -87,7 +87,7 @@ pub fn load_denoiser_lora(model: &mut dyn Model, path: &Path, multiplier: f64) -
 /// # Errors
 /// As [`load_denoiser_lora`], and when the model cannot be loaded.
 pub fn check_denoiser_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
-    let mut model = families::layout(model, arch, parts)?;
+    let mut model = families::load_without_weights(model, arch, parts)?;
     load_denoiser_file(&mut *model, AdapterFile::open_layout(path)?, 1.0).map(drop)
 }
 
@@ -122,7 +122,7 @@ fn check_has_denoiser_layers(file: &AdapterFile) -> Result<()> {
 pub fn adapted_layers(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<BTreeSet<String>> {
     let file = AdapterFile::open_layout(path)?;
     check_has_denoiser_layers(&file)?;
-    let mut model = families::layout(model, arch, parts)?;
+    let mut model = families::load_without_weights(model, arch, parts)?;
     let mut parts = model.parts();
     let index = index_layers(&mut parts)?;
     let (found, unknown) = file.resolve(&index)?;

@@ -653,7 +653,7 @@ fn both_matrices_of_a_lokr_are_split_as_by_lycoris() {
             splits: LokrSplits {
                 smaller_first: true,
                 unbalanced,
-                both: true,
+                decompose_both: true,
             },
             ..SQUARE
         };
@@ -694,7 +694,7 @@ fn both_matrices_of_a_lokr_are_split_as_by_lycoris() {
         // One that is trained with a whole first matrix starts from it too.
         let whole = Lokr {
             splits: LokrSplits {
-                both: false,
+                decompose_both: false,
                 ..adapter.splits
             },
             ..adapter

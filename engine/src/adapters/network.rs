@@ -35,7 +35,7 @@ pub struct AdapterConfig {
     pub layer_ranks: Vec<LayerRank>,
     /// What training drops.
     pub dropout: Dropout,
-    /// Larger convolutions have Tucker's decomposition, with a third matrix (LyCORIS' `use_tucker`).
+    /// Larger convolutions have a Tucker decomposition, with a third matrix (LyCORIS' `use_tucker`).
     pub tucker: bool,
     /// The scale is alpha / sqrt(rank) in place of alpha / rank (LyCORIS' `rs_lora`).
     pub rank_stabilised: bool,
@@ -499,7 +499,7 @@ impl AdapterNetwork {
         Ok(Self { targets, index, handle })
     }
 
-    /// Checks what [`Self::attach_as`] checks, and attaches nothing: the weights can be those of [`crate::families::layout`].
+    /// Checks what [`Self::attach_as`] checks, and attaches nothing: the weights can be those of [`crate::families::load_without_weights`].
     ///
     /// # Errors
     /// When there is no target layer, the rank of the network is 0, or the type cannot be trained on the model.
@@ -534,7 +534,7 @@ impl AdapterNetwork {
     }
 
     /// Shows the names of the tensors that the network of [`Self::attach_as`] would train, as [`Self::params`] has them, until `visit` returns
-    /// `false`. Nothing is attached, and one adapter exists at a time: the weights can be those of [`crate::families::layout`].
+    /// `false`. Nothing is attached, and one adapter exists at a time: the weights can be those of [`crate::families::load_without_weights`].
     ///
     /// # Errors
     /// When the rank of the network is 0, or the type cannot be trained on the model.

@@ -1,4 +1,4 @@
-//! Matrices in files that are whole, a low-rank product, or Tucker's decomposition of a convolution.
+//! Matrices in files that are whole, a low-rank product, or a Tucker decomposition of a convolution.
 
 use super::names::RowRanges;
 use super::weight_adapter::select_rows;
@@ -11,7 +11,7 @@ pub(super) enum StoredMatrix {
     Full(Tensor),
     /// [rows, rank] and [rank, columns].
     LowRank(Tensor, Tensor),
-    /// Tucker's decomposition of a convolution: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
+    /// a Tucker decomposition of a convolution: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
     Tucker(Tensor, Tensor, Tensor),
 }
 

@@ -59,7 +59,7 @@ pub struct NewLayer<'a> {
     pub alpha: f64,
     /// What training drops.
     pub dropout: Dropout,
-    /// Whether convolutions have Tucker's decomposition.
+    /// Whether convolutions have a Tucker decomposition.
     pub tucker: bool,
     /// Whether the alpha is that of a scale alpha / sqrt(rank), so that it is times sqrt(rank).
     pub rank_stabilised: bool,

@@ -434,7 +434,7 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
     }
 }
 
-/// Tucker's decomposition of convolutions: output and gradients of torch, by `tests/reference/make_tucker.py`.
+/// a Tucker decomposition of convolutions: output and gradients of torch, by `tests/reference/make_tucker.py`.
 #[test]
 fn trained_decompositions_have_the_gradients_of_torch() {
     let found = tensors("tucker");
@@ -529,7 +529,7 @@ fn a_trained_number_multiplies_the_change() {
     );
     let split = Lokr {
         splits: LokrSplits {
-            both: true,
+            decompose_both: true,
             ..LokrSplits::default()
         },
         ..Lokr::SQUARE

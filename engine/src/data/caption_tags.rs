@@ -23,7 +23,7 @@ pub struct TagRules {
     /// Probability to drop each tag.
     pub dropout: f64,
     /// Leading tags that are never dropped.
-    pub kept: usize,
+    pub keep_tokens: usize,
     /// Shuffle the tags.
     pub shuffle: bool,
     /// The leading tags that are never dropped are not shuffled either.
@@ -103,9 +103,9 @@ fn first_line(text: &str) -> &str {
 /// The tags of a caption.
 struct Tags<'a> {
     first: Vec<&'a str>,
-    /// Those that are dropped and shuffled; of these, the first `kept` are shuffled only.
+    /// Those that are dropped and shuffled; of these, the first `never_dropped` are shuffled only.
     free: Vec<&'a str>,
-    kept: usize,
+    never_dropped: usize,
     last: Vec<&'a str>,
 }
 
@@ -122,32 +122,32 @@ fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
         return Tags {
             first: trimmed(first),
             free: trimmed(free),
-            kept: 0,
+            never_dropped: 0,
             last: trimmed(last),
         };
     }
     if rules.changes_tags() && (rules.kept_in_place || rules.of_sd_scripts) {
         let mut tags: Vec<&str> = caption.trim().split(separator).map(str::trim).collect();
         if rules.kept_in_place {
-            let free = tags.split_off(rules.kept.min(tags.len()));
+            let free = tags.split_off(rules.keep_tokens.min(tags.len()));
             return Tags {
                 first: tags,
                 free,
-                kept: 0,
+                never_dropped: 0,
                 last: Vec::new(),
             };
         }
         return Tags {
             first: Vec::new(),
             free: tags,
-            kept: rules.kept,
+            never_dropped: rules.keep_tokens,
             last: Vec::new(),
         };
     }
     Tags {
         first: Vec::new(),
         free: caption.split(separator).collect(),
-        kept: rules.kept,
+        never_dropped: rules.keep_tokens,
         last: Vec::new(),
     }
 }
@@ -158,7 +158,7 @@ impl Tags<'_> {
             let mut index = 0;
             self.free.retain(|_| {
                 index += 1;
-                index <= self.kept || f64::from(generator.rand(1)[0]) >= rules.dropout
+                index <= self.never_dropped || f64::from(generator.rand(1)[0]) >= rules.dropout
             });
         }
         if rules.shuffle {

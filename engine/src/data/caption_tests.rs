@@ -23,7 +23,7 @@ fn tags_are_kept_as_in_sd_scripts() {
     // With a dropout of 1 only the tags stay that keep their places.
     assert_eq!(
         tags("sks, girl ,hat, dress", &|r| {
-            (r.dropout, r.kept, r.kept_in_place) = (1.0, 2, true);
+            (r.dropout, r.keep_tokens, r.kept_in_place) = (1.0, 2, true);
         }),
         "sks, girl"
     );
@@ -38,14 +38,14 @@ fn tags_are_kept_as_in_sd_scripts() {
     // A caption without it follows `kept`.
     assert_eq!(
         tags("a, b, c", &|r| {
-            (r.dropout, r.kept, r.kept_in_place) = (1.0, 1, true);
+            (r.dropout, r.keep_tokens, r.kept_in_place) = (1.0, 1, true);
             r.kept_separator = text("|||");
         }),
         "a"
     );
     assert_eq!(
         tags("a;;b, c", &|r| {
-            (r.dropout, r.kept, r.kept_in_place) = (1.0, 1, true);
+            (r.dropout, r.keep_tokens, r.kept_in_place) = (1.0, 1, true);
             r.secondary_separator = text(";;");
         }),
         "a,b"
@@ -53,7 +53,7 @@ fn tags_are_kept_as_in_sd_scripts() {
     assert_eq!(
         tags("b. c", &|r| {
             (r.separator, r.prefix, r.suffix) = (text("."), text("a."), text(".d"));
-            (r.dropout, r.kept, r.kept_in_place) = (0.001, 9, true);
+            (r.dropout, r.keep_tokens, r.kept_in_place) = (0.001, 9, true);
         }),
         "a, b, c, d"
     );
@@ -82,7 +82,7 @@ fn captions_of_sd_scripts_change_no_more_than_there() {
     for raw in ["a,,b, ,c", "A circle. It is 0.5 cm. No", "x ||| y", ";;;", ""] {
         for separator in [None, text("."), text(" "), text("|"), text(";")] {
             let got = tags(raw, &|r| {
-                (r.separator, r.kept, r.kept_in_place) = (separator.clone(), 2, true);
+                (r.separator, r.keep_tokens, r.kept_in_place) = (separator.clone(), 2, true);
                 r.kept_separator = text("|||");
             });
             assert_eq!(got, raw, "{separator:?}");
@@ -111,7 +111,7 @@ fn captions_of_sd_scripts_change_no_more_than_there() {
     // Tags lose their blanks when others are dropped, and empty ones stay.
     assert_eq!(
         tags(" a ,, b , c ", &|r| {
-            (r.dropout, r.kept, r.kept_in_place) = (1e-9, 1, true);
+            (r.dropout, r.keep_tokens, r.kept_in_place) = (1e-9, 1, true);
         }),
         "a, , b, c"
     );
@@ -123,7 +123,7 @@ fn some_tags_are_shuffled_and_every_alternative_is_chosen() {
     let rules = CaptionRules {
         tags: TagRules {
             shuffle: true,
-            kept: 1,
+            keep_tokens: 1,
             kept_in_place: true,
             wildcards: true,
             ..TagRules::default()
@@ -181,7 +181,7 @@ fn captions_are_changed_in_ai_toolkits_order() {
     let tokens = CaptionRules {
         tags: TagRules {
             dropout: 1.0,
-            kept: 2,
+            keep_tokens: 2,
             ..TagRules::default()
         },
         ..rules()

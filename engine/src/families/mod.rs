@@ -119,7 +119,7 @@ pub(crate) fn check_identity(path: &Path, arch: ArchName) -> Result<()> {
 /// # Errors
 /// As [`load`].
 pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
-    layout(path, arch, parts).map(drop)
+    load_without_weights(path, arch, parts).map(drop)
 }
 
 /// The largest images that a model can make. `None`: it has no such limit. Reads configs and headers, but no weights.
@@ -127,7 +127,7 @@ pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
 /// # Errors
 /// As [`load`].
 pub fn size_limit(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Option<SizeLimit>> {
-    Ok(SizeLimit::of(&*layout(path, arch, parts)?))
+    Ok(SizeLimit::of(&*load_without_weights(path, arch, parts)?))
 }
 
 /// Why words cannot be added to a model, for each of them in their order. Reads tokenizers, configs and headers, but no weights.
@@ -135,18 +135,18 @@ pub fn size_limit(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Opti
 /// # Errors
 /// As [`load`].
 pub fn check_embeddings(path: &Path, arch: ArchName, words: &[LearnedEmbedding]) -> Result<Vec<Option<EngineError>>> {
-    let mut model = layout(path, arch, &PartPaths::default())?;
+    let mut model = load_without_weights(path, arch, &PartPaths::default())?;
     let added = words
         .iter()
         .map(|word| model.add_embedding(&word.trigger, &word.vectors).err());
     Ok(added.collect())
 }
 
-/// The model with the names and shapes of its files; every number is zero.
+/// Loads a model with the names and shapes of its tensors, but reads no weights: every number is zero.
 ///
 /// # Errors
 /// As [`load`].
-pub(crate) fn layout(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Box<dyn Model>> {
+pub(crate) fn load_without_weights(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Box<dyn Model>> {
     let options = LoadOptions {
         loaded: LoadedParts::Nothing,
         parts: parts.clone(),

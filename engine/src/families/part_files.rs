@@ -147,8 +147,8 @@ pub(super) fn scheduler(parts: &ModelParts, shift: f64) -> Result<Value> {
     }
 }
 
-/// The tensors of a part; names and shapes only, where its weights are not needed.
-pub(super) fn opened(index: &Index, role: PartRole, options: &LoadOptions) -> Index {
+/// The tensors of a part. If `options` do not ask for the part, only their names and shapes.
+pub(super) fn needed_tensors(index: &Index, role: PartRole, options: &LoadOptions) -> Index {
     match options.loaded.includes(role) {
         true => index.clone(),
         false => index.shapes_only(),
@@ -167,9 +167,9 @@ pub(super) fn quantised_in_file(parts: &[(PartRole, &[&Index])]) -> Vec<(PartRol
         .collect()
 }
 
-/// The VAE of a file, of a diffusers `vae/` folder, or of a model folder that has one, as `model.vae_path`. Its path comes back too. `None`
-/// if the model was loaded with it.
-pub(super) fn replaced_vae(
+/// Loads the VAE of `model.vae_path`: a file, a diffusers `vae/` folder, or a model folder that has one. Returns it with its path. `None`: the
+/// model was loaded with this VAE.
+pub(super) fn load_other_vae(
     arch: ArchName,
     path: &Path,
     published: Published,

@@ -10,8 +10,8 @@ use candle_core::{D, Tensor};
 pub(super) struct Guidance {
     /// [negative prompts, prompts] with guidance, else the prompts alone.
     conditioning: Conditioning,
-    /// Whether the conditioning has negative prompts: the guidance scale is above 1.
-    guided: bool,
+    /// Whether the conditioning has negative prompts, which it has if the guidance scale is above 1.
+    is_guided: bool,
     scale: f64,
     rescale: f64,
     skip_layers: Option<SkipLayerGuidance>,
@@ -57,8 +57,8 @@ impl Guidance {
         };
         // A distilled model has no negative prompt of its own.
         let has_negative = model.guidance() == GuidanceKind::ClassifierFree || !request.negative.is_empty();
-        let guided = scale > 1.0 && has_negative;
-        if guided {
+        let is_guided = scale > 1.0 && has_negative;
+        if is_guided {
             let negative = match request.negative.is_empty() {
                 true => model.encode_nothing(batch)?,
                 false => {
@@ -90,7 +90,7 @@ impl Guidance {
         }
         if !request.control.is_empty() {
             let mut latents = control_latents(model, &request.control, batch)?;
-            if guided {
+            if is_guided {
                 let twice = latents.iter().map(|latents| Tensor::cat(&[latents, latents], 0));
                 latents = twice.collect::<candle_core::Result<_>>()?;
             }
@@ -98,7 +98,7 @@ impl Guidance {
         }
         Ok(Self {
             conditioning: model.with_sizes(conditioning, &vec![size; count])?,
-            guided,
+            is_guided,
             scale,
             rescale: request.guidance_rescale,
             skip_layers: request.skip_layer_guidance.clone(),
@@ -123,13 +123,13 @@ impl Guidance {
         let forward = |inputs: &[Tensor], conditioning: &Conditioning| -> Result<Vec<Tensor>> {
             model.predict(inputs, &timesteps(inputs)?, conditioning)
         };
-        if !self.guided {
+        if !self.is_guided {
             return forward(inputs, &self.conditioning);
         }
         let batch = self.conditioning.batch() / 2;
-        // The share of the way that is done at this timestep, in f32, as diffusers computes it.
-        let done = (1000.0 - t as f32) / 1000.0;
-        if self.truncation <= 1.0 && f64::from(done) > self.truncation {
+        // The share of the denoising that is done at this timestep, in f32, as diffusers computes it.
+        let denoised_share = (1000.0 - t as f32) / 1000.0;
+        if self.truncation <= 1.0 && f64::from(denoised_share) > self.truncation {
             return forward(inputs, &self.conditioning.narrow(batch, batch)?);
         }
         let (unconditional, conditional) = if model.sequential_cfg() {

@@ -1,5 +1,5 @@
 //! Text-to-image and image-to-image for every family, as the pipelines of diffusers 0.42.1. With a CPU generator of the same seed the images are the same.
-//! And texts of language models ([`text`]).
+//! The module [`text`] generates texts with language models.
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -146,14 +146,14 @@ impl<'a> Pipeline<'a> {
         let samplers = self.samplers(request, width as usize, height as usize)?;
         let timesteps = samplers.first().map_or(0, |sampler| sampler.timesteps().len());
         // Pipelines of flow-matching models round the first step, the others the number of steps.
-        let wanted = request.steps as f64 * strength;
+        let denoised_steps = request.steps as f64 * strength;
         let begin = match self.params.is_flow {
-            true => (request.steps as f64 - wanted) as usize,
-            false => request.steps - (wanted as usize).min(request.steps),
+            true => (request.steps as f64 - denoised_steps) as usize,
+            false => request.steps - (denoised_steps as usize).min(request.steps),
         };
         let begin = begin * samplers.first().map_or(1, |sampler| sampler.evaluations_per_step());
         if begin >= timesteps {
-            // A strength at which no step is left changes nothing.
+            // The strength is too small for a single step: the images stay as they are.
             let copies = request.prompts.len() / images.len();
             return Ok(Some(
                 images.iter().cycle().take(images.len() * copies).cloned().collect(),

@@ -23,7 +23,7 @@ pub(super) fn caption_rules(dataset: &DatasetConfig, cx: &Context<'_>) -> Result
             wildcards: dataset.enable_wildcard,
             separator: dataset.caption_separator.clone(),
             dropout: *dataset.token_dropout_rate,
-            kept: dataset.keep_tokens as usize,
+            keep_tokens: dataset.keep_tokens as usize,
             shuffle: dataset.shuffle_tokens,
             kept_in_place: dataset.shuffle_keeps_tokens,
             kept_separator: dataset.keep_tokens_separator.clone(),

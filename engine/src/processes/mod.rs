@@ -59,7 +59,7 @@ use crate::error::{EngineError, Result};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 
-/// Runs all processes of an attempt's job, which nobody asks for outputs.
+/// Runs all processes of an attempt's job, without requests for saves or samples ([`run_with_requests`]).
 pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) -> Outcome {
     run_with_requests(spec, events, stop, &OutputRequests::new())
 }

@@ -153,7 +153,7 @@ impl RunFolder {
             return Ok(ExpiredSaves::default());
         }
         let here = self.saves().into_iter().filter_map(|(s, _)| s);
-        let all: BTreeSet<u64> = here.chain(other.kept.iter().copied()).collect();
+        let all: BTreeSet<u64> = here.chain(other.existing.iter().copied()).collect();
         let counted = all.into_iter().filter(|s| *s <= step && !other.interrupted.contains(s));
         let expired = naming::saves_to_delete(&counted.collect::<Vec<_>>(), keep);
         let mut files = Vec::new();
@@ -189,8 +189,8 @@ impl RunFolder {
 pub(crate) struct OtherSaves<'a> {
     /// Steps at which attempts were interrupted: their saves are neither counted nor removed.
     pub(crate) interrupted: &'a [u64],
-    /// Steps whose saves are kept, perhaps made on another machine.
-    pub(crate) kept: &'a [u64],
+    /// Steps whose saves exist, perhaps on another machine only.
+    pub(crate) existing: &'a [u64],
 }
 
 /// What retention removed.

@@ -21,9 +21,9 @@ pub(super) const VALIDATION_METRIC: &str = "val/loss";
 /// curve.
 pub(crate) const ROLE: &str = "losses";
 
-/// What is measured of a step besides its losses.
+/// The measurements of a step besides its losses.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Measured {
+pub(crate) struct StepMeasurements {
     /// The loss on the images of `train.validation_config`, if it was measured after this step.
     pub(crate) validation: Option<f64>,
     /// The share of the step's time in which it read and encoded images.
@@ -34,7 +34,7 @@ pub(crate) struct Measured {
     pub(crate) tokens_per_second: Option<f64>,
 }
 
-impl Measured {
+impl StepMeasurements {
     /// The metrics, by name.
     pub(crate) fn values(&self) -> impl Iterator<Item = (String, f64)> {
         let named = [
@@ -132,7 +132,7 @@ impl StepRecorder {
     }
 
     /// Records the metrics of a step. Returns a warning, once, if the file cannot be written.
-    pub(crate) fn step(&mut self, step: u64, report: &StepReport, measured: Measured) -> Option<String> {
+    pub(crate) fn step(&mut self, step: u64, report: &StepReport, measured: StepMeasurements) -> Option<String> {
         self.steps.push(step);
         self.losses.push(report.loss);
         self.learning_rates.push(report.lr);
@@ -300,12 +300,12 @@ mod tests {
         };
         let mut record = open(0);
         for step in 1..=7 {
-            assert_eq!(record.step(step, &report(0.5), Measured::default()), None);
+            assert_eq!(record.step(step, &report(0.5), StepMeasurements::default()), None);
         }
         assert_eq!(steps(folder.path()), [1, 2, 3, 4, 5, 6, 7]);
         let mut resumed = open(5);
         assert_eq!(resumed.losses.len(), 5);
-        resumed.step(6, &report(0.25), Measured::default());
+        resumed.step(6, &report(0.25), StepMeasurements::default());
         assert_eq!(steps(folder.path()), [1, 2, 3, 4, 5, 6]);
         // A run that starts from the beginning keeps no line.
         open(0);

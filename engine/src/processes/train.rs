@@ -45,7 +45,7 @@ use super::context::{Context, LoadedModel};
 use super::non_finite::{MAX_NON_FINITE_STEPS, NON_FINITE_STEPS_BEFORE_SAVING_STOPS};
 use super::rate::Progress;
 use super::run_folder::RunFolder;
-use super::step_recorder::{Measured, StepRecorder};
+use super::step_recorder::{StepMeasurements, StepRecorder};
 use super::tensorboard;
 use crate::adapters::{is_of_text, is_text_lora, load_lora};
 use crate::checkpointing::Checkpointing;
@@ -105,14 +105,14 @@ impl<'a> Run<'a> {
 
         // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away, or in bfloat16
         // with stochastic rounding.
-        let full_finetune = process.trains_whole_model() && cx.spec.device.kind != DeviceKind::Cpu;
-        let dtype = if full_finetune && process.train.dtype != DType::BF16 {
+        let is_finetune_on_gpu = process.trains_whole_model() && cx.spec.device.kind != DeviceKind::Cpu;
+        let dtype = if is_finetune_on_gpu && process.train.dtype != DType::BF16 {
             "float32"
         } else {
             process.train.dtype.name()
         };
         let compute = device::open_with_dtype(cx.spec.device, dtype)?;
-        if full_finetune && process.train.dtype.name() != dtype {
+        if is_finetune_on_gpu && process.train.dtype.name() != dtype {
             let configured = process.train.dtype.name();
             cx.log(
                 "info",
@@ -129,7 +129,7 @@ impl<'a> Run<'a> {
             };
             prompts = Some(Arc::new(encoded));
         }
-        let without_text = prompts.is_some();
+        let has_no_text_encoders = prompts.is_some();
         let latents = match latents::are_cached(&data) && !resume::has_all_steps(cx.spec, &folder, process.train.steps)
         {
             true => match latents::encode(process, &data, &compute, cx)? {
@@ -147,7 +147,7 @@ impl<'a> Run<'a> {
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
             // The prompts were encoded with its layers of the text encoders.
-            if without_text && is_text_lora(&path)? {
+            if has_no_text_encoders && is_text_lora(&path)? {
                 cx.log(
                     "info",
                     format!(
@@ -157,7 +157,9 @@ impl<'a> Run<'a> {
                 );
             } else {
                 let mut loaded = load_lora(&mut model.parts(), &path, 1.0)?;
-                loaded.unknown.retain(|name| !(without_text && is_of_text(name)));
+                loaded
+                    .unknown
+                    .retain(|name| !(has_no_text_encoders && is_of_text(name)));
                 cx.log_loaded_lora(&path, &loaded);
             }
         }
@@ -318,14 +320,14 @@ impl<'a> Run<'a> {
                 )));
             }
             let seconds = started.elapsed().as_secs_f64();
-            let mut measured = Measured {
+            let mut measured = StepMeasurements {
                 validation: None,
                 data_share: Some(self.data_time.as_secs_f64() / seconds).filter(|share| share.is_finite()),
-                ..Measured::default()
+                ..StepMeasurements::default()
             };
-            if let Some(fixed) = self.validation.clone().filter(|fixed| fixed.is_due(done, steps)) {
+            if let Some(validation) = self.validation.clone().filter(|set| set.is_due(done, steps)) {
                 let start = Instant::now();
-                measured.validation = self.validation_loss(&fixed, done, cx)?;
+                measured.validation = self.validation_loss(&validation, done, cx)?;
                 self.validation_is_pending = measured.validation.is_none();
                 progress.exclude(start.elapsed());
             }
@@ -356,26 +358,26 @@ impl<'a> Run<'a> {
             progress.step(cx, done, steps);
             if done < steps {
                 let requested = self.take_requests(cx, done);
-                let save = self.process.save.is_due(done) || requested.save;
-                if save && non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS {
+                let is_save_due = self.process.save.is_due(done) || requested.save;
+                if is_save_due && non_finite >= NON_FINITE_STEPS_BEFORE_SAVING_STOPS {
                     cx.log("warn", not_saved_message(done, non_finite));
                 } else if requested.save {
                     self.save_as_requested(cx, done)?;
-                } else if save {
+                } else if is_save_due {
                     self.save(cx, done)?;
                 }
-                let sample =
+                let is_sample_due =
                     (self.process.sample.is_due(done) || requested.samples) && !self.process.train.disable_sampling;
-                if sample {
+                if is_sample_due {
                     let start = Instant::now();
                     self.sample(cx, done, false)?;
                     // Sampling has its own phase and rate.
                     progress.exclude(start.elapsed());
                 }
-                if save || sample {
+                if is_save_due || is_sample_due {
                     cx.phase("training");
                 }
-                if sample {
+                if is_sample_due {
                     progress.report(cx, done, steps);
                 }
             }

@@ -19,7 +19,7 @@ const MASK_MARGIN: f64 = 0.2;
 /// A micro-batch of image pairs. In each array, the images come first and their pairs second.
 #[derive(Clone, Debug)]
 pub struct PairedBatch {
-    /// What the loss is.
+    /// Which loss is computed.
     pub guidance: GuidanceType,
     /// The latents, one tensor or several, [b, channels, …], float32.
     pub latents: [Vec<Tensor>; 2],

@@ -30,9 +30,9 @@ pub fn on_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 
 /// Runs `work` on this thread, while the other threads of the pool look for parallel operations without sleeping in between.
 ///
-/// For work of many short operations, such as generating a text: a thread that sleeps takes longer to wake than one of them computes. Between
-/// two looks that find nothing, a thread lets other programs run. For one such work at a time; others run as without it. A panic of `work` is
-/// resumed in the caller.
+/// For work of many short operations, such as generating a text: waking a thread takes longer than one of them computes. A thread that finds
+/// no operation lets other programs run before it looks again. Only one such work runs so at a time; others run as without this function. A
+/// panic of `work` is resumed in the caller.
 pub fn without_sleep<T>(work: impl FnOnce() -> T) -> T {
     static IN_USE: AtomicBool = AtomicBool::new(false);
     let Some(own) = rayon::current_thread_index() else {

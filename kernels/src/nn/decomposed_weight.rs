@@ -37,9 +37,9 @@ pub struct Decomposition {
     pub dtype: DType,
 }
 
-/// The decomposed weight [out, in ..]. `weight` gets no gradient. `kept` [out]: what the rows of the change are multiplied with. The factors,
-/// without axes of a kernel, and the magnitude are float32 and get gradients. The sum is made in float32; the backward pass makes it
-/// again, so that it keeps no tensor in the size of the weight.
+/// The decomposed weight [out, in ..]. `weight` gets no gradient. `mask` [out]: 1 for the rows of the change that are kept, 0 for those that
+/// dropout drops. The factors, without axes of a kernel, and the magnitude are float32 and get gradients. The sum is made in float32; the
+/// backward pass makes it again, so that it keeps no tensor in the size of the weight.
 ///
 /// # Errors
 /// When the shapes do not match, or the weight cannot be read.
@@ -47,21 +47,21 @@ pub fn decomposed_weight(
     weight: &Weight,
     factors: [&Tensor; 2],
     magnitude: &Tensor,
-    kept: Option<&Tensor>,
+    mask: Option<&Tensor>,
     options: Decomposition,
 ) -> Result<Tensor> {
     let base = match weight {
         Weight::Plain(tensor) => Weight::Plain(tensor.detach()),
         other => other.clone(),
     };
-    let kept = kept.map(Tensor::detach);
+    let mask = mask.map(Tensor::detach);
     let [a, b] = factors;
-    apply([a, b, magnitude], DecomposedWeight { base, kept, options })
+    apply([a, b, magnitude], DecomposedWeight { base, mask, options })
 }
 
 struct DecomposedWeight {
     base: Weight,
-    kept: Option<Tensor>,
+    mask: Option<Tensor>,
     options: Decomposition,
 }
 
@@ -107,10 +107,10 @@ impl ChangeForm {
 }
 
 impl DecomposedWeight {
-    /// What the rows of a change are multiplied with, if some are dropped.
+    /// The change without the rows that dropout drops.
     fn with_dropped_rows(&self, change: Tensor) -> Result<Tensor> {
-        match &self.kept {
-            Some(kept) => change.broadcast_mul(&kept.reshape(((), 1, 1))?),
+        match &self.mask {
+            Some(mask) => change.broadcast_mul(&mask.reshape(((), 1, 1))?),
             None => Ok(change),
         }
     }

@@ -21,8 +21,11 @@ pub use keyed::{generator_for, generator_from_text};
 
 use half::{bf16, f16};
 
+/// The words of the state of a Mersenne Twister (MT19937).
 const N: usize = 624;
+/// How far apart the words are that a new word of the state is made from.
 const M: usize = 397;
+/// The bytes of a state of `torch.Generator("cpu")`.
 const STATE_BYTES: usize = 5056;
 
 /// The error of [`TorchGenerator::from_state`]: the bytes are not a generator state.

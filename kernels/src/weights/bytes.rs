@@ -21,8 +21,9 @@ pub(super) enum FloatFormat {
     F32,
     F16,
     Bf16,
-    /// 8-bit float; see [`Code`].
+    /// An 8-bit float; see [`Code`].
     E4m3,
+    /// An 8-bit float; see [`Code`].
     E5m2,
 }
 

@@ -476,14 +476,14 @@ impl From<Forecast> for v1::ForecastReply {
             device_name: one.device_name,
             budget: one.budget,
             fits: one.fits,
-            ready: one.ready,
+            ready: one.can_start_now,
             profile: one
                 .profile
                 .map_or(v1::MemoryProfile::Unspecified, v1::MemoryProfile::from)
                 .into(),
             memory: one.memory,
             seconds: one.seconds,
-            measured: one.measured,
+            measured: one.is_speed_measured,
             words: one.description,
         });
         Self {
@@ -504,14 +504,14 @@ impl TryFrom<v1::ForecastReply> for Forecast {
                 device_name: one.device_name,
                 budget: one.budget,
                 fits: one.fits,
-                ready: one.ready,
+                can_start_now: one.ready,
                 profile: match one.profile {
                     0 => None,
                     profile => Some(enum_field::<v1::MemoryProfile, _>(profile, "profile")?),
                 },
                 memory: one.memory,
                 seconds: one.seconds.filter(|seconds| seconds.is_finite()),
-                measured: one.measured,
+                is_speed_measured: one.measured,
                 description: one.words,
             })
         };

@@ -227,8 +227,8 @@ fn short_code_training(name: &str, folder: &Path, _: u32, _: u32) -> String {
     code_training_config(name, folder, SHORT_STEPS, 3)
 }
 
-/// Workers are killed at steps that a seed chooses, each a while after the step, so that a kill can hit a step, a checkpoint or its upload; the
-/// next one is another worker with a folder of its own. `AITK_KILL_SEED` sets the seed, `AITK_KILLS` how many are killed.
+/// Kills workers at steps that a seed chooses, each up to 400 ms after the step, so that a kill can hit a step, a checkpoint or its upload. The
+/// next worker has a folder of its own. `AITK_KILL_SEED` sets the seed, `AITK_KILLS` how many are killed.
 #[test]
 fn a_training_of_a_code_model_killed_at_random_steps_continues_on_other_workers_bit_for_bit() {
     let (seed, kills) = (

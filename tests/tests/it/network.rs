@@ -87,9 +87,9 @@ impl TestRun {
         vec![&self.cluster.coordinator, &self.workers[0], &self.workers[1]]
     }
 
-    fn wait(&mut self, what: &str, wanted: impl Fn(&Event) -> bool) -> Event {
+    fn wait(&mut self, what: &str, matches: impl Fn(&Event) -> bool) -> Event {
         let logs = [&self.cluster.coordinator, &self.workers[0], &self.workers[1]];
-        self.follower.wait(what, LIMIT, &logs, wanted)
+        self.follower.wait(what, LIMIT, &logs, matches)
     }
 
     /// Waits until the newest attempt trains. Returns its id and the link of its worker.
@@ -169,8 +169,14 @@ impl TestRun {
         eventually("the lost attempt's folder to go", LIMIT, &self.logs(), || {
             (std::fs::read_dir(&folder).ok()?.count() == 0).then_some(())
         });
-        let is_lost = |event: &&Event| event.attempt() == attempt;
-        let last = self.follower.events().iter().rfind(is_lost).cloned().unwrap();
+        let is_of_lost_attempt = |event: &&Event| event.attempt() == attempt;
+        let last = self
+            .follower
+            .events()
+            .iter()
+            .rfind(is_of_lost_attempt)
+            .cloned()
+            .unwrap();
         assert!(
             last.is_end_of_attempt(),
             "an event of the lost attempt came after its end: {last:?}"
@@ -245,7 +251,7 @@ fn an_unreachable_hub_uses_no_retry_and_does_not_quarantine_the_device() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();
     let mut hub = Hub::start(env!("CARGO_BIN_EXE_hub-server"), &root);
-    let text = image_config("hubbed", &root.join("hubbed"), 1, None);
+    let text = image_config("from_hub", &root.join("from_hub"), 1, None);
     let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
     std::fs::write(root.join("job.yaml"), text).unwrap();
     let cluster = TestCluster::start_with(Setup {

@@ -41,7 +41,7 @@ const MAX_TRIES: u32 = 6;
 
 /// The file that a program locks while it fetches into a folder.
 const LOCK_FILE: &str = "fetch.lock";
-/// How often a program looks whether another one has ended its download.
+/// How often a program checks whether another one has ended its download.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The beginning of the names of folders with interrupted downloads.

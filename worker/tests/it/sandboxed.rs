@@ -469,18 +469,18 @@ async fn a_cached_tree_that_was_changed_is_fetched_again() {
         .await;
     let tree = cluster.path("w").join("cache/trees").join(id.to_hex());
     let inputs = HashMap::from([("my.data".to_owned(), id.to_hex())]);
-    let writable = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    let set_mode = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
     let damages: [&dyn Fn(); 3] = [
         &|| {},
         // Left by a killed child of an earlier version.
         &|| {
-            writable(&tree, 0o755);
+            set_mode(&tree, 0o755);
             std::fs::create_dir(tree.join("_latent_cache")).unwrap();
             std::fs::write(tree.join("_latent_cache/.tmp-x"), "half").unwrap();
         },
         // Written by an attempt without a sandbox.
         &|| {
-            writable(&tree.join("a.txt"), 0o644);
+            set_mode(&tree.join("a.txt"), 0o644);
             std::fs::write(tree.join("a.txt"), "poisoned!").unwrap();
         },
     ];

@@ -1,4 +1,4 @@
-//! Universal training configs become jobs with the user's positions.
+//! Tests of the translation of universal training configs into jobs, and of the lines that errors and warnings name.
 
 use crate::job::change::Change;
 use crate::job::lm_trainer::LmTrainerProcess;
@@ -83,7 +83,7 @@ fn every_section_has_its_counterpart() {
         (Some(728), 10)
     );
     assert_eq!(read.logging.every(), 45);
-    // Keys of PyTorch are reported once, others that differ each at its line.
+    // One warning lists all keys of PyTorch. Every other key with a different effect has a warning at its own line.
     let warnings: Vec<String> = job.warnings.iter().map(ToString::to_string).collect();
     let torch: Vec<&String> = warnings.iter().filter(|text| text.contains("about PyTorch")).collect();
     assert_eq!(torch.len(), 1, "{warnings:?}");
@@ -104,7 +104,7 @@ fn every_section_has_its_counterpart() {
             .count();
         assert_eq!(count, 1, "{key}: {warnings:?}");
     }
-    // The queue's JSON is the same job.
+    // The job is the same after the queue's JSON.
     let text = serde_json::to_string(&job.spec).unwrap();
     assert_eq!(crate::job::JobSpec::from_json(&text).unwrap().process, job.spec.process);
 }
@@ -186,7 +186,7 @@ fn values_have_the_names_of_this_trainer() {
         "{:?}",
         xformers.warnings
     );
-    // Keys that others switch off are said to have no effect.
+    // A warning lists the keys that have no effect because of other keys.
     let off = read(&short(
         "  lora_rank: 4\n  torch_dtype: float32\n",
         "  mixed_precision: fp16\n",
@@ -199,7 +199,7 @@ fn values_have_the_names_of_this_trainer() {
         text.contains("`model.lora_rank`, `optimization.mixed_precision`"),
         "{text}"
     );
-    // Changes have the keys of the trainer.
+    // `--set` takes the trainer's keys.
     let changes = [Change {
         key: "train.steps".to_owned(),
         value: "7".to_owned(),
@@ -210,6 +210,6 @@ fn values_have_the_names_of_this_trainer() {
     };
     let job = parse(&short("", "", ""), Format::Yaml, Some("u.yaml"), &options).unwrap();
     assert_eq!(process(&job).train.steps, Some(7));
-    // A config of ours without `job` is none of these.
+    // A config of aitk that lacks `job` is not read as a universal config.
     assert!(read("config:\n  name: a\n").is_err());
 }

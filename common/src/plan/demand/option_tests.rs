@@ -6,7 +6,7 @@ use crate::capability::DeviceKind;
 use crate::plan::profile::MemoryProfile;
 use serde_json::json;
 
-/// `batch_img2img` makes the last steps alone.
+/// `batch_img2img` runs only the last steps.
 #[test]
 fn image_to_image_is_as_much_work_as_its_steps() {
     let passes = |strength: f64| {
@@ -41,8 +41,8 @@ fn what_a_data_set_says_about_its_images_counts() {
     assert!(need(json!([{"resolution": [512], "buckets": false, "size": [1024, 768]}])) > square);
     // Images are encoded while the model is in memory, unless all latents are cached.
     let cached = need(json!([{"resolution": [512], "cache_latents": true}]));
-    let drawn = json!([{"resolution": [512], "cache_latents": true, "control_from_same_folder": true}]);
-    assert_eq!(need(drawn), need(json!([{"resolution": [512]}])));
+    let with_controls = json!([{"resolution": [512], "cache_latents": true, "control_from_same_folder": true}]);
+    assert_eq!(need(with_controls), need(json!([{"resolution": [512]}])));
     assert!(cached < need(json!([{"resolution": [512]}])));
     let sized = json!({"resolution": [256], "buckets": false, "size": [512, 512]});
     let mixed = need(json!([{"resolution": [512], "cache_latents": true}, sized]));

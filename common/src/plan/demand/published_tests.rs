@@ -191,7 +191,7 @@ fn a_step_of_flux_takes_the_published_time() {
     let seconds = units
         * FamilySpeed::of("flux")
             .unwrap()
-            .guessed_seconds_per_unit(DeviceKind::Cuda, rate);
+            .estimated_seconds_per_pass(DeviceKind::Cuda, rate);
     println!("{seconds:.2} s");
     assert!((seconds / 3.5 - 1.0).abs() < 0.15, "{seconds} s");
 }

@@ -53,22 +53,19 @@ impl DataBatch {
 #[derive(Clone, Copy, Debug)]
 struct Predictions {
     /// How often an item is in the batch of a pass.
-    together: f64,
+    copies: f64,
     /// Passes one after another.
     passes: u32,
 }
 
 impl Predictions {
     fn of(body: &Value, options: &MemoryOptions) -> Self {
-        let one = Self {
-            together: 1.0,
-            passes: 1,
-        };
+        let one = Self { copies: 1.0, passes: 1 };
         match (trains_pairs(body), uses_guidance(body)) {
             // The images, then their pairs.
             (true, _) => Self { passes: 2, ..one },
             (false, true) if options.sequential_cfg => Self { passes: 2, ..one },
-            (false, true) => Self { together: 2.0, ..one },
+            (false, true) => Self { copies: 2.0, ..one },
             (false, false) => one,
         }
     }
@@ -353,7 +350,7 @@ impl Job<'_> {
         data: &[DataBatch],
     ) -> Step {
         let trains_text = self.trains()[1];
-        let Predictions { together, passes } = Predictions::of(self.body, options);
+        let Predictions { copies, passes } = Predictions::of(self.body, options);
         let mut peak: f64 = if trains_text {
             0.0
         } else {
@@ -363,7 +360,7 @@ impl Job<'_> {
         let gradient_width = self.gradient_width(backend);
         for batch in data {
             let walk = Walk::new(backend);
-            let items = together * batch.items;
+            let items = copies * batch.items;
             let latents = self.latents(&walk, model, batch.size, items);
             // The noise, the noisy latents and the target.
             let drawn = [0; 3].map(|_| walk.tensor(latents.dims(), false));

@@ -51,7 +51,7 @@ pub(in crate::plan) struct AdapterOptions {
     /// Other ranks for some of the layers; the first entry whose text is in a name is used.
     pub(in crate::plan) layer_ranks: Vec<LayerRankOptions>,
     pub(in crate::plan) dropout: bool,
-    /// Whether larger convolutions have Tucker's decomposition.
+    /// Whether larger convolutions have a Tucker decomposition.
     pub(in crate::plan) tucker: bool,
     /// Whether a trained number multiplies the change of each layer (`use_scalar`).
     pub(in crate::plan) scalar: bool,

@@ -30,7 +30,7 @@ fn factors(layer: &Layer, adapter: Adapter) -> Vec<(u64, f64)> {
 
 /// A change that is applied to an input.
 #[derive(Clone, Copy)]
-struct Applied {
+struct AppliedChange {
     x_dims: [f64; 4],
     output: [f64; 4],
     /// Elements of the weight.
@@ -40,7 +40,7 @@ struct Applied {
     is_linear: bool,
 }
 
-impl Applied {
+impl AppliedChange {
     fn new(layer: &Layer, x: &Shaped, is_linear: bool) -> Self {
         Self {
             x_dims: x.dims,
@@ -83,7 +83,7 @@ impl Walk {
             ..layer.clone()
         };
         let y = self.layer(&base, x, is_linear);
-        let applied = Applied::new(layer, x, is_linear);
+        let applied = AppliedChange::new(layer, x, is_linear);
         let recording = self.is_recording();
         // In half precision, the change in the compute dtype.
         let narrow = self.backend.is_half().then(|| self.numbers(applied.weights));
@@ -112,7 +112,7 @@ impl Walk {
 
     /// A layer whose weight a LoHa changes.
     pub(super) fn layer_with_hadamard(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
-        let applied = Applied::new(layer, x, is_linear);
+        let applied = AppliedChange::new(layer, x, is_linear);
         let recording = self.is_recording();
         // The engine unpacks the weight before it makes the change.
         let unpacked = (layer.unpacking != Unpacking::None).then(|| self.numbers(applied.weights));
@@ -157,7 +157,7 @@ impl Walk {
         x: &Shaped,
         is_linear: bool,
     ) -> Shaped {
-        let (applied, form) = (Applied::new(layer, x, is_linear), adapter.form);
+        let (applied, form) = (AppliedChange::new(layer, x, is_linear), adapter.form);
         let recording = self.is_recording();
         // The second matrix of a LoKr.
         let built = match form {
@@ -214,7 +214,7 @@ impl Walk {
     }
 
     /// The sum of a weight and of a change that two factors make, in float32.
-    fn with_change(&self, a: &Applied, form: AdapterForm, is_unpacked: bool) -> Shaped {
+    fn with_change(&self, a: &AppliedChange, form: AdapterForm, is_unpacked: bool) -> Shaped {
         let products = (form == AdapterForm::Hadamard).then(|| [0; 2].map(|_| self.floats(a.weights)));
         let change = self.floats(a.weights);
         drop(products);
@@ -226,7 +226,7 @@ impl Walk {
     }
 
     /// The product of an input with a tensor in the shape of the weight, and with the bias.
-    fn dense_product(&self, layer: &Layer, a: &Applied) -> Shaped {
+    fn dense_product(&self, layer: &Layer, a: &AppliedChange) -> Shaped {
         self.meter.multiply(a.rows() * a.weights);
         let (is_linear, backend) = (a.is_linear, &self.backend);
         let product = match is_linear || backend.is_cpu() {
@@ -244,7 +244,7 @@ impl Walk {
     }
 
     /// The gradient of the tensor that the input was multiplied with, in the compute dtype, and that of the input.
-    fn dense_gradients(&self, a: &Applied, x: Shaped) -> (Shaped, Vec<(u64, Shaped)>) {
+    fn dense_gradients(&self, a: &AppliedChange, x: Shaped) -> (Shaped, Vec<(u64, Shaped)>) {
         self.meter.multiply(2.0 * a.rows() * a.weights);
         let is_product = a.is_linear || self.backend.is_cpu();
         let d_weight = match is_product {

@@ -7,7 +7,7 @@ use super::tensors::ConvSizes;
 
 /// A LoKr that is applied to an input.
 #[derive(Clone, Copy)]
-struct Applied {
+struct AppliedLokr {
     kron: KronSizes,
     x_dims: [f64; 4],
     /// The dimensions of the output of the layer.
@@ -20,7 +20,7 @@ struct Applied {
     drops: bool,
 }
 
-impl Applied {
+impl AppliedLokr {
     /// Elements of what the second matrix computes.
     fn groups(&self) -> f64 {
         self.rows * self.kron.c * self.kron.b
@@ -78,7 +78,7 @@ impl Walk {
         };
         let y = self.layer(&base, x, is_linear);
         let product = Self::sizes_of(layer, x, is_linear);
-        let applied = Applied {
+        let applied = AppliedLokr {
             kron,
             x_dims: x.dims,
             output: product.output,
@@ -110,14 +110,14 @@ impl Walk {
     }
 
     /// What the second matrix computes.
-    fn kron_groups(&self, a: &Applied) -> Shaped {
+    fn kron_groups(&self, a: &AppliedLokr) -> Shaped {
         match a.is_linear || self.backend.is_cpu() {
             true => self.floats(a.groups()),
             false => self.convolution(&a.conv(), true),
         }
     }
 
-    fn kron_forward(&self, a: &Applied) -> Shaped {
+    fn kron_forward(&self, a: &AppliedLokr) -> Shaped {
         self.meter.multiply(a.multiplications());
         let is_cpu = self.backend.is_cpu();
         let wide = (!is_cpu).then(|| self.widened(a.inputs()));
@@ -132,7 +132,7 @@ impl Walk {
 
     fn record_kron(
         &self,
-        a: Applied,
+        a: AppliedLokr,
         layer: &Layer,
         (x, y, sum): (&Shaped, &Shaped, &Shaped),
         built: [Option<Shaped>; 2],

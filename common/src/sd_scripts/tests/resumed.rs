@@ -5,9 +5,9 @@ use crate::sd_scripts::Script;
 use std::path::Path;
 
 /// The LoRA to continue from, the first step, and the notes.
-type Found = (Option<String>, Option<u64>, Vec<String>);
+type ResumedImport = (Option<String>, Option<u64>, Vec<String>);
 
-fn imported(folder: &Path, lines: &str) -> Result<Found, String> {
+fn imported(folder: &Path, lines: &str) -> Result<ResumedImport, String> {
     let text = format!("{}{lines}\n", base(Script::TrainNetwork));
     let imported = import_in(folder, &text, Some(Script::TrainNetwork));
     let imported = imported.map_err(|errors| errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;

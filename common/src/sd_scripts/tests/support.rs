@@ -129,7 +129,7 @@ pub(super) fn import_in(folder: &Path, text: &str, script: Option<Script>) -> Re
     })
 }
 
-/// A config reads as this job, without the positions in its file.
+/// Parses a config, which must give no warning. Returns its job without the positions of its keys.
 pub(super) fn job(yaml: &str) -> JobSpec {
     let options = LoadOptions {
         env: &|name| Some(name.to_owned()),

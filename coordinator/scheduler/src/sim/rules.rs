@@ -19,7 +19,7 @@ fn fastest(state: &State, needs: &DeviceNeeds) -> f64 {
             Some(
                 state
                     .speeds
-                    .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
+                    .seconds_per_pass(&slot.device, needs.family.as_deref(), profile),
             )
         });
     speeds.fold(f64::INFINITY, f64::min)
@@ -39,7 +39,7 @@ fn could_start(state: &State, job: &Job, slot: usize, without: Option<&PlacedAtt
     };
     let speed = state
         .speeds
-        .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
+        .seconds_per_pass(&slot.device, needs.family.as_deref(), profile);
     let slow = needs.device.is_none() && speed > fastest(state, &needs) * MAX_SLOWDOWN;
     let without = without.map(|placed| &placed.job);
     // A yielding job does not start beside a job that is being preempted.
@@ -75,7 +75,7 @@ fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
         let predicted = other.live_attempt().and_then(|attempt| {
             let slot = state.slots.get(state.slots.find(&attempt.worker, attempt.device)?)?;
             let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
-            Some(state.speeds.seconds_per_unit(&slot.device, family, attempt.profile))
+            Some(state.speeds.seconds_per_pass(&slot.device, family, attempt.profile))
         });
         theirs.or(predicted).is_some_and(|theirs| theirs < speed)
     })

@@ -65,10 +65,10 @@ impl DeviceNeeds {
         }
     }
 
-    /// Whether a job with these needs should wait instead of taking a device that needs this many seconds per unit of work, when the
+    /// Whether a job with these needs should wait instead of taking a device that needs this many seconds per pass, when the
     /// fastest device that fits needs `fastest`. A job that asks for a kind of device takes a slow one.
-    pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, fastest: f64) -> bool {
-        self.device.is_none() && seconds_per_unit > fastest * MAX_SLOWDOWN
+    pub(crate) fn is_too_slow(&self, seconds_per_pass: f64, fastest: f64) -> bool {
+        self.device.is_none() && seconds_per_pass > fastest * MAX_SLOWDOWN
     }
 
     /// What is reserved for such a job when it needs `bytes`.
@@ -193,8 +193,8 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceFit {
     pub(crate) fitting: FittingProfile,
-    /// Seconds per unit of work.
-    pub(crate) seconds_per_unit: f64,
+    /// Seconds per pass.
+    pub(crate) seconds_per_pass: f64,
 }
 
 /// A class: jobs with equal needs, and the devices on which they fit.
@@ -203,7 +203,7 @@ pub(crate) struct JobClass {
     pub(crate) needs: DeviceNeeds,
     /// The connected devices on which the jobs fit when the devices are idle.
     pub(crate) fits: BTreeMap<SlotId, DeviceFit>,
-    /// The least seconds per unit of work, and the least bytes that a job needs, among the devices that accept jobs; none: to be computed.
+    /// The least seconds per pass, and the least bytes that a job needs, among the devices that accept jobs; none: to be computed.
     pub(crate) least_seconds_and_bytes: Option<(f64, u64)>,
     /// The jobs that wait for a device, by level, user and order.
     pub(crate) waiting: BTreeMap<PriorityLevel, BTreeMap<UserIndex, UserQueue>>,

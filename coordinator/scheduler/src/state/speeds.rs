@@ -26,15 +26,15 @@ pub(crate) fn slowdown(profile: MemoryProfile) -> f64 {
     }
 }
 
-/// Measured speeds: device name -> family -> seconds per unit of work with everything on the device.
+/// Measured speeds: device name -> family -> seconds per pass with everything on the device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Speeds(pub(crate) BTreeMap<String, BTreeMap<String, f64>>);
 
 impl Speeds {
-    /// Adds a speed that was measured before a restart, unless it is in another unit of work.
+    /// Adds a speed that was measured before a restart, unless work was counted otherwise then.
     pub(crate) fn restore(&mut self, speed: &Speed) {
-        if speed.unit == WORK_UNIT && speed.nanoseconds_per_unit > 0 && self.0.len() < MAX_ENTRIES {
-            let seconds = Duration::from_nanos(speed.nanoseconds_per_unit).as_secs_f64();
+        if speed.unit == WORK_UNIT && speed.nanoseconds_per_pass > 0 && self.0.len() < MAX_ENTRIES {
+            let seconds = Duration::from_nanos(speed.nanoseconds_per_pass).as_secs_f64();
             self.0
                 .entry(speed.device.clone())
                 .or_default()
@@ -51,11 +51,11 @@ impl Speeds {
         self.measured(device, family).is_some()
     }
 
-    /// Seconds per unit of work on a device under a profile, measured or guessed.
-    pub(crate) fn seconds_per_unit(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
+    /// Seconds per pass on a device under a profile, measured or guessed.
+    pub(crate) fn seconds_per_pass(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
         let plain = self.measured(device, family).unwrap_or_else(|| {
             let family = FamilySpeed::or_unknown(family.and_then(FamilySpeed::of));
-            family.guessed_seconds_per_unit(device.id.kind, device.gflops)
+            family.estimated_seconds_per_pass(device.id.kind, device.gflops)
         });
         plain * slowdown(profile)
     }

@@ -146,7 +146,7 @@ async fn a_workers_certificate_permits_the_same_calls_as_a_workers_token() {
         line.action == "refused" && line.who == "box"
     })
     .await;
-    // A call with both is judged by its token.
+    // The coordinator checks only the token of a call that has both.
     let wrong = call_status(&channel, "Jobs/Info", Some("Bearer not-the-right-one-but-long")).await;
     assert_eq!(wrong, Code::Unauthenticated);
     // A join token permits only `Workers/Join`. Only some calls, because wrong tokens are rate limited.

@@ -78,7 +78,7 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
             "{lack}: give a model with all parts, such as the base model, as a diffusers folder or as one file"
         )));
     }
-    let mut model = families::layout(model, arch, &PartPaths::default())?;
+    let mut model = families::load_without_weights(model, arch, &PartPaths::default())?;
     let mut parts = Vec::new();
     let mut index = LayerIndex::default();
     let mut weights = BTreeMap::new();

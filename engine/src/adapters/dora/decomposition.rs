@@ -94,10 +94,10 @@ impl TrainedDecomposition {
         let Some(change) = self.inner.change_factors(is_training)? else {
             candle_core::bail!("the change of {} is not made of two factors", self.inner.name());
         };
-        let kept = match dropout_seed {
+        let mask = match dropout_seed {
             Some(seed) => self
                 .dropout
-                .kept_outputs(seed, self.inner.name(), self.dims[0], base.device())?,
+                .output_mask(seed, self.inner.name(), self.dims[0], base.device())?,
             None => None,
         };
         let [a, b] = &change.factors;
@@ -109,7 +109,7 @@ impl TrainedDecomposition {
             strength,
             dtype,
         };
-        decomposed_weight(base, [a, b], &magnitude, kept.as_ref(), options)
+        decomposed_weight(base, [a, b], &magnitude, mask.as_ref(), options)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::weights::Weight;
 use candle_core::{Result, Tensor, Var};
 use std::sync::Arc;
 
-/// A low-rank product [out, rank] [rank, in kh kw], float32; or Tucker's decomposition of it.
+/// A low-rank product [out, rank] [rank, in kh kw], float32; or a Tucker decomposition of it.
 #[derive(Debug)]
 pub(super) struct Product {
     /// [out, rank]; with a core [rank, out].
@@ -71,15 +71,15 @@ impl LohaLayer {
         let is_training = dropout_seed.is_some();
         let [mut first, first_right] = self.first.factors(is_training)?;
         let [second, second_right] = self.second.factors(is_training)?;
-        let kept = match dropout_seed {
+        let mask = match dropout_seed {
             Some(seed) => self
                 .dropout
-                .kept_outputs(seed, &self.name, first.dim(0)?, first.device())?,
+                .output_mask(seed, &self.name, first.dim(0)?, first.device())?,
             None => None,
         };
-        if let Some(kept) = kept {
+        if let Some(mask) = mask {
             // A row of one factor is a row of the product.
-            first = first.broadcast_mul(&kept.reshape(((), 1))?)?;
+            first = first.broadcast_mul(&mask.reshape(((), 1))?)?;
         }
         if let Some(scalar) = &self.scalar {
             first = first.broadcast_mul(&tracked_if(is_training, scalar))?;

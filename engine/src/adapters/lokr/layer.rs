@@ -17,7 +17,7 @@ pub(super) enum Factor {
     Full(Var),
     /// The product of two matrices.
     LowRank(Var, Var),
-    /// Tucker's decomposition: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
+    /// a Tucker decomposition: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
     Tucker(Var, Var, Var),
 }
 
@@ -51,7 +51,7 @@ pub(super) struct LokrLayer {
     pub(super) name: String,
     /// [a, c].
     pub(super) first: Factor,
-    /// [b, d, kh, kw], or a product of [b, rank] and [rank, d kh kw], or Tucker's decomposition of [b, d, kh, kw].
+    /// [b, d, kh, kw], or a product of [b, rank] and [rank, d kh kw], or a Tucker decomposition of [b, d, kh, kw].
     pub(super) second: Factor,
     /// The kernel of a convolution; empty for a linear layer.
     pub(super) kernel: Vec<usize>,
@@ -100,15 +100,15 @@ impl LayerAdapter for LokrLayer {
         let change = kron(x, &first, &second, layer.kind, strength)?;
         let axis = channels_axis(layer.kind, &change);
         let change = select_rows(change, axis, self.rows.as_deref())?;
-        let kept = match dropout_seed {
+        let mask = match dropout_seed {
             Some(seed) => self
                 .dropout
-                .kept_outputs(&seed, &self.name, change.dim(axis)?, change.device())?,
+                .output_mask(&seed, &self.name, change.dim(axis)?, change.device())?,
             None => None,
         };
-        let change = match kept {
-            Some(kept) => {
-                let masked = scale_channels(layer.kind, &change, &(kept - 1.0)?, None)?;
+        let change = match mask {
+            Some(mask) => {
+                let masked = scale_channels(layer.kind, &change, &(mask - 1.0)?, None)?;
                 drop(change);
                 masked
             }

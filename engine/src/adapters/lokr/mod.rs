@@ -39,7 +39,7 @@ impl Lokr {
         splits: LokrSplits {
             smaller_first: false,
             unbalanced: false,
-            both: false,
+            decompose_both: false,
         },
     };
 }
@@ -50,7 +50,7 @@ impl AdapterType for Lokr {
     }
 
     /// The first matrix is uniform in ±1/sqrt(c), or `lokr_w1_a` in ±1/sqrt(rank) and `lokr_w1_b` in ±1/sqrt(c). The second is zero:
-    /// itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in ±1/sqrt(rank), with Tucker's decomposition in ±1/sqrt(b) and `lokr_t2` in
+    /// itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in ±1/sqrt(rank), with a Tucker decomposition in ±1/sqrt(b) and `lokr_t2` in
     /// ±1/sqrt(rank kh kw). These are torch's Kaiming-uniform numbers with a = sqrt(5). With a scalar, which is zero, what would be zero has
     /// such numbers too.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {

@@ -45,22 +45,22 @@ impl LoraLayer {
         self.handle.strength() * self.alpha / self.rank() as f64
     }
 
-    /// `down`, with the core of Tucker's decomposition if there is one, and `up`, which is multiplied by the scalar. `dropout_seed`: that of
+    /// `down`, with the core of a Tucker decomposition if there is one, and `up`, which is multiplied by the scalar. `dropout_seed`: that of
     /// training, in which they are tracked for gradients, and `up` is without the outputs that are dropped.
     pub(super) fn weights(&self, dropout_seed: Option<&str>) -> Result<[Tensor; 2]> {
         let is_training = dropout_seed.is_some();
         let (down, up) = (tracked_if(is_training, &self.down), tracked_if(is_training, &self.up));
         let down = self.joined(down, is_training)?;
         let outputs = self.up.dim(0)?;
-        let kept = match dropout_seed {
-            Some(seed) => self.dropout.kept_outputs(seed, &self.name, outputs, up.device())?,
+        let mask = match dropout_seed {
+            Some(seed) => self.dropout.output_mask(seed, &self.name, outputs, up.device())?,
             None => None,
         };
-        let up = match kept {
-            Some(kept) => {
+        let up = match mask {
+            Some(mask) => {
                 let mut shape = vec![1; up.rank()];
                 shape[0] = outputs;
-                up.broadcast_mul(&kept.reshape(shape)?)?
+                up.broadcast_mul(&mask.reshape(shape)?)?
             }
             None => up,
         };
@@ -76,7 +76,7 @@ impl LoraLayer {
         self.joined(self.down.as_detached_tensor(), false)
     }
 
-    /// `down` with the core of Tucker's decomposition, if there is one.
+    /// `down` with the core of a Tucker decomposition, if there is one.
     fn joined(&self, down: Tensor, is_training: bool) -> Result<Tensor> {
         let Some(mid) = &self.mid else {
             return Ok(down);

@@ -20,7 +20,7 @@ const MID: &str = "lora_mid.weight";
 pub struct Lora;
 
 impl AdapterType for Lora {
-    /// `down` is Kaiming-uniform with a = sqrt(5), that is uniform in ±1/sqrt(fan_in), as the core of Tucker's decomposition, and `up` is
+    /// `down` is Kaiming-uniform with a = sqrt(5), that is uniform in ±1/sqrt(fan_in), as the core of a Tucker decomposition, and `up` is
     /// zero. With a scalar, which is zero, `up` is uniform in ±1/sqrt(rank), as in LyCORIS.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
         let scalar = new.new_scalar()?;

@@ -6,7 +6,7 @@ use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
 use crate::families::model::Family;
 use crate::families::options::LoadOptions;
-use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
+use crate::families::part_files::{load_other_vae, needed_tensors, quantised_in_file};
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
@@ -29,9 +29,9 @@ const TRANSFORMER_EXCLUDED: [&str; 5] = [
     "norm_out.*",
     "proj_out",
 ];
-/// Tokens of a prompt for T5: of dev and what was made from it, also without guidance, and of schnell, whose scheduler does not shift
-/// by the size of the image.
+/// T5 tokens of a prompt for FLUX.1-dev and the models made from it, also those without a guidance embedding.
 const TEXT_TOKENS_DEV: usize = 512;
+/// T5 tokens of a prompt for FLUX.1-schnell: it has no guidance embedding, and its scheduler has no `use_dynamic_shifting`.
 const TEXT_TOKENS_SCHNELL: usize = 256;
 
 impl FluxModel {
@@ -64,7 +64,7 @@ impl FluxModel {
         ]);
         let memory = &options.memory_options;
         let weights = |index: &Index, role: PartRole, streamed: f64| {
-            Weights::from_index(opened(index, role, options), options.dtype, &options.device).streamed(streamed)
+            Weights::from_index(needed_tensors(index, role, options), options.dtype, &options.device).streamed(streamed)
         };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
@@ -125,7 +125,7 @@ impl FluxModel {
 
     /// Replaces the VAE by that of a file, of a diffusers `vae/` folder, or of a model folder that has one.
     pub(super) fn replace_vae(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
-        if let Some((vae, path)) = replaced_vae(ArchName::Flux, path, PUBLISHED, options)? {
+        if let Some((vae, path)) = load_other_vae(ArchName::Flux, path, PUBLISHED, options)? {
             (self.vae, self.vae_path) = (vae, path);
         }
         Ok(())
@@ -136,7 +136,7 @@ impl FluxModel {
 fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> {
     let weights = |index: &Index| {
         Weights::from_index(
-            opened(index, PartRole::TextEncoder, options),
+            needed_tensors(index, PartRole::TextEncoder, options),
             options.dtype,
             &options.device,
         )

@@ -6,7 +6,7 @@ use super::text::{ClipEncoder, Sd3TextEncoders, T5Encoder};
 use crate::error::{EngineError, Result};
 use crate::families::model::Family;
 use crate::families::options::LoadOptions;
-use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
+use crate::families::part_files::{load_other_vae, needed_tensors, quantised_in_file};
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
@@ -61,7 +61,7 @@ impl Sd3Model {
         ]);
         let memory = &options.memory_options;
         let weights = |index: &Index, role: PartRole, streamed: f64| {
-            Weights::from_index(opened(index, role, options), options.dtype, &options.device).streamed(streamed)
+            Weights::from_index(needed_tensors(index, role, options), options.dtype, &options.device).streamed(streamed)
         };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
@@ -122,7 +122,7 @@ impl Sd3Model {
 
     /// Replaces the VAE by that of a file, of a diffusers `vae/` folder, or of a model folder that has one.
     pub(super) fn replace_vae(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
-        if let Some((vae, path)) = replaced_vae(ArchName::Sd3, path, PUBLISHED, options)? {
+        if let Some((vae, path)) = load_other_vae(ArchName::Sd3, path, PUBLISHED, options)? {
             (self.vae, self.vae_path) = (vae, path);
         }
         Ok(())
@@ -133,7 +133,7 @@ impl Sd3Model {
 fn build_text(parts: &Parts, options: &LoadOptions) -> Result<Sd3TextEncoders> {
     let weights = |index: &Index| {
         Weights::from_index(
-            opened(index, PartRole::TextEncoder, options),
+            needed_tensors(index, PartRole::TextEncoder, options),
             options.dtype,
             &options.device,
         )

@@ -8,7 +8,7 @@ use super::variant::{TextEncoderSpec, TextLayout, TextOutput, Variant};
 use super::{SdModel, TextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::options::LoadOptions;
-use crate::families::part_files::opened;
+use crate::families::part_files::needed_tensors;
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::config;
@@ -49,7 +49,7 @@ impl SdModel {
         } = parts;
         let memory_options = &options.memory_options;
         let weights = |index: &Index, role: PartRole, dtype, streamed: f64| {
-            Weights::from_index(opened(index, role, options), dtype, &options.device).streamed(streamed)
+            Weights::from_index(needed_tensors(index, role, options), dtype, &options.device).streamed(streamed)
         };
         let unet_quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
@@ -232,7 +232,7 @@ fn text_weights(variant: &Variant, components: &[Index], options: &LoadOptions) 
     let indexes = components.iter().take(variant.text_encoders.len());
     let weights = indexes.map(|index| {
         Weights::from_index(
-            opened(index, PartRole::TextEncoder, options),
+            needed_tensors(index, PartRole::TextEncoder, options),
             options.dtype,
             &options.device,
         )

@@ -99,27 +99,27 @@ impl<'a> FullModel<'a> {
         })
     }
 
-    /// Metadata that says what the model predicts, which a single file has no config for. None for Stable Diffusion 1.x that
-    /// predicts the noise, as every program expects it.
-    fn prediction_marks(&self) -> Result<BTreeMap<String, String>> {
+    /// The metadata of a single file, which has no config, about what the model predicts. Empty for a Stable Diffusion 1.x that
+    /// predicts the noise, which every program assumes.
+    fn prediction_metadata(&self) -> Result<BTreeMap<String, String>> {
         let scheduler: Value = config::parse_json(&self.scheduler()?).unwrap_or_default();
         let is_velocity = scheduler["prediction_type"] == "v_prediction";
-        let mut marks = BTreeMap::new();
+        let mut metadata = BTreeMap::new();
         if is_velocity || self.source.variant.family.arch() != ArchName::Sd1 {
             let prediction = if is_velocity { "v" } else { "epsilon" };
-            marks.insert(PREDICTION_TYPE.to_owned(), prediction.to_owned());
+            metadata.insert(PREDICTION_TYPE.to_owned(), prediction.to_owned());
         }
         if scheduler["rescale_betas_zero_snr"] == true {
-            marks.insert(ZERO_SNR.to_owned(), "True".to_owned());
+            metadata.insert(ZERO_SNR.to_owned(), "True".to_owned());
         }
-        Ok(marks)
+        Ok(metadata)
     }
 
     /// The layout of the single file, and what each of its tensors is made from.
     fn single_file_layout(&self) -> Result<(SafetensorsLayout, BTreeMap<String, FileEntry<'a>>)> {
         let names = self.source.ldm_names()?;
         let mut metadata = self.options.metadata.clone();
-        metadata.extend(self.prediction_marks()?);
+        metadata.extend(self.prediction_metadata()?);
         let mut layout = SafetensorsLayout::new(metadata);
         let mut entries = BTreeMap::new();
         for component in self.source.components() {
@@ -201,8 +201,8 @@ impl<'a> FullModel<'a> {
         let entries = std::fs::read_dir(from).map_err(|e| EngineError::io(from, e))?;
         for entry in entries {
             let path = entry.map_err(|e| EngineError::io(from, e))?.path();
-            let small = matches!(path.extension().and_then(|e| e.to_str()), Some("json" | "txt"));
-            let Some(name) = path.file_name().filter(|_| small && path.is_file()) else {
+            let is_small = matches!(path.extension().and_then(|e| e.to_str()), Some("json" | "txt"));
+            let Some(name) = path.file_name().filter(|_| is_small && path.is_file()) else {
                 continue;
             };
             let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;

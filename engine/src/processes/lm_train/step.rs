@@ -1,6 +1,6 @@
 //! The loss and the gradients of a step, and the loss on held-out documents.
 
-use super::super::step_recorder::Measured;
+use super::super::step_recorder::StepMeasurements;
 use super::run::Run;
 use super::step_metrics::StepMetrics;
 use crate::data::tokens::TokenBatch;
@@ -53,11 +53,11 @@ impl Run<'_> {
         // The trainer reports the mean of the batches, each of which has its part of the sum.
         report.loss *= batches.len() as f64;
         let seconds = started.elapsed().as_secs_f64();
-        let measured = Measured {
+        let measured = StepMeasurements {
             data_share: Some(reading.as_secs_f64() / seconds).filter(|share| share.is_finite()),
             perplexity: Some(report.loss.exp()).filter(|perplexity| perplexity.is_finite()),
             tokens_per_second: Some(tokens as f64 / seconds).filter(|rate| rate.is_finite()),
-            ..Measured::default()
+            ..StepMeasurements::default()
         };
         Ok(StepMetrics { report, measured })
     }

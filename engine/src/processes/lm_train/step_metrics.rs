@@ -1,13 +1,13 @@
 //! What was measured of a step.
 
-use super::super::step_recorder::Measured;
+use super::super::step_recorder::StepMeasurements;
 use crate::training::StepReport;
 use std::collections::BTreeMap;
 
 /// What was measured of a step.
 pub(super) struct StepMetrics {
     pub(super) report: StepReport,
-    pub(super) measured: Measured,
+    pub(super) measured: StepMeasurements,
 }
 
 impl StepMetrics {

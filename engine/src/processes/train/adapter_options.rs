@@ -27,7 +27,7 @@ pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterTyp
             splits: LokrSplits {
                 smaller_first: network.network_kwargs.smaller_factor_first,
                 unbalanced: network.network_kwargs.unbalanced_factorization,
-                both: network.network_kwargs.decompose_both,
+                decompose_both: network.network_kwargs.decompose_both,
             },
         }),
         NetworkType::Loha => Box::new(Loha),

@@ -78,7 +78,7 @@ fn the_target_is_the_image_before_its_augmentations() {
         "{unaugmented:?} {noise:?}"
     );
     assert!(all_differ(&with(LossTarget::DifferentialNoise, 3, true), &noise));
-    // Without augmentations there is nothing to take away. `Run` is not asked by the checks of jobs here.
+    // Without augmentations all targets are the same. The checks of a job would refuse this config; this test does not run them.
     let plain = with(LossTarget::Noise, 2, false);
     assert_eq!(with(LossTarget::DifferentialNoise, 2, false), plain);
     assert!(all_equal(&with(LossTarget::Unaugmented, 2, false), &plain, 1e-3));

@@ -33,7 +33,7 @@ pub(super) fn check_lr_factors(factors: &[LrFactor], names: &[impl AsRef<str>]) 
     )))
 }
 
-/// As [`check_lr_factors`], for a network that is not attached: the weights of the parts can be those of [`crate::families::layout`].
+/// As [`check_lr_factors`], for a network that is not attached: the weights of the parts can be those of [`crate::families::load_without_weights`].
 ///
 /// # Errors
 /// As [`check_lr_factors`] and [`AdapterNetwork::visit_tensor_names`].

@@ -64,7 +64,7 @@ fn dropping_outputs(kind: NetworkType) -> NetworkConfig {
     }
 }
 
-/// With Tucker's decomposition of convolutions.
+/// With a Tucker decomposition of convolutions.
 fn with_cores(kind: NetworkType) -> NetworkConfig {
     NetworkConfig {
         conv: Some(2),

@@ -175,7 +175,7 @@ impl Run<'_> {
         let saves = OtherSaves {
             interrupted: &self.interrupted_saves,
             // A run in place has all of them on its disk, unless the user removed some.
-            kept: if cx.has_staged_inputs() { &self.kept_saves } else { &[] },
+            existing: if cx.has_staged_inputs() { &self.kept_saves } else { &[] },
         };
         let expired = self
             .folder

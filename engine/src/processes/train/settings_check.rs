@@ -21,7 +21,7 @@ pub fn check_settings(
     parts: &PartPaths,
     ranks_file: Option<&Path>,
 ) -> Result<()> {
-    let mut model = families::layout(model, process.model.arch.name, parts)?;
+    let mut model = families::load_without_weights(model, process.model.arch.name, parts)?;
     objective::objective(process, &*model)?;
     samples::check_samplers(process, &*model)?;
     size_check::check_sizes(process, &*model)?;

@@ -1,5 +1,5 @@
-//! Checks that the model has positions for the images that a training makes or measures its loss on: it should not fail at the first of
-//! them. The model needs no weights.
+//! Checks before a training that the position embeddings of the model suffice for its samples, for the latents of a slider and for the
+//! validation images. The model needs no weights.
 
 use super::validation::Validation;
 use crate::error::{EngineError, Result};

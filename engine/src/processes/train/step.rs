@@ -351,18 +351,18 @@ impl Run<'_> {
                 Some(&handle),
             )
         })?;
-        let kept = PreservationPass {
+        let preservation_pass = PreservationPass {
             preservation,
             passes: [AdapterPass::inference(0.0), pass("preservation-dropout")],
             handle,
         };
-        self.preserve(&kept, &step_batch, &prompts, inputs, &drawn)
+        self.preserve(&preservation_pass, &step_batch, &prompts, inputs, &drawn)
     }
 
     /// Adds the gradients of the preservation loss of these captions and latents.
     fn preserve(
         &mut self,
-        kept: &PreservationPass,
+        pass: &PreservationPass,
         step_batch: &StepBatch,
         prompts: &BatchPrompts,
         BatchInputs {
@@ -379,11 +379,11 @@ impl Run<'_> {
         let texts = prompts
             .captions
             .iter()
-            .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
+            .map(|caption| pass.preservation.prompt(caption, rules.trigger_word()));
         let texts: Vec<String> = texts.collect();
         // Without the adapter: in ai-toolkit these prompts are encoded before the training.
-        let [without, _] = kept.passes.clone();
-        let (conditional, unconditional) = kept.handle.in_pass(without, || {
+        let [without, _] = pass.passes.clone();
+        let (conditional, unconditional) = pass.handle.in_pass(without, || {
             Ok::<_, EngineError>((self.encode_frozen(&texts)?, self.unconditional(prompts)?))
         })?;
         let (process, model) = (self.process, &*self.model);
@@ -393,11 +393,11 @@ impl Run<'_> {
             .transpose()?;
         let (noisy, times) = self.noisy(&latents, drawn)?;
         let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
-        let [without, with] = kept.passes.clone();
-        let base = kept.handle.in_pass(without, predict)?;
-        let factor = kept.preservation.multiplier * step_batch.weight;
+        let [without, with] = pass.passes.clone();
+        let base = pass.handle.in_pass(without, predict)?;
+        let factor = pass.preservation.multiplier * step_batch.weight;
         let forward = || preservation::loss(&predict()?, &base, factor);
-        kept.handle
+        pass.handle
             .in_pass(with, || self.trainer.accumulate_preservation(forward))
     }
 

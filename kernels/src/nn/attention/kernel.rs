@@ -85,9 +85,9 @@ impl Packed {
     /// multiple of [`Simd::ROWS`] and ends at one or at the last row. `b` is a panel `[depth][width]` from `depth.start` on.
     #[inline(always)]
     #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
-    fn times<S: Simd>(&self, part: Part, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
+    fn times<S: Simd>(&self, part: PackedRange, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
         let line = panel_width::<S>(cols);
-        let Part { rows: all, depth } = part;
+        let PackedRange { rows: all, depth } = part;
         assert!(all.start.is_multiple_of(S::ROWS) && (all.end.is_multiple_of(S::ROWS) || all.end == self.rows));
         assert!(all.end <= self.rows && depth.end <= self.depth);
         assert!(b.len() >= depth.len() * line && out.len() >= all.len() * line);
@@ -109,16 +109,16 @@ impl Packed {
     }
 
     /// All of the matrix.
-    fn whole(&self) -> Part {
-        Part {
+    fn whole(&self) -> PackedRange {
+        PackedRange {
             rows: 0..self.rows,
             depth: 0..self.depth,
         }
     }
 }
 
-/// A part of a packed matrix.
-struct Part {
+/// Rows and columns of a packed matrix.
+struct PackedRange {
     rows: Range<usize>,
     depth: Range<usize>,
 }
@@ -363,7 +363,7 @@ impl Kernel for Forward<'_> {
                 let cols = tile.queries.len();
                 let line = panel_width::<S>(cols);
                 let scores = &mut scratch.scores[..keys.len() * line];
-                let part = Part {
+                let part = PackedRange {
                     rows: keys.clone(),
                     depth: 0..p.width,
                 };
@@ -379,7 +379,7 @@ impl Kernel for Forward<'_> {
                     values,
                 };
                 sums.add_exponentials::<S>(scores, line);
-                let part = Part {
+                let part = PackedRange {
                     rows: 0..p.width,
                     depth: keys.clone(),
                 };

@@ -68,15 +68,15 @@ impl<'a> HalfWeight<'a> {
             candle_core::bail!("linear: the bias does not match {outputs} outputs");
         }
         let step = (BLOCK / inputs).max(1);
-        let few = rows <= FEW_ROWS;
-        let (mut y, beta) = match few {
+        let has_few_rows = rows <= FEW_ROWS;
+        let (mut y, beta) = match has_few_rows {
             true => (vec![0f32; outputs * rows], 0.0),
             false => output_with_bias(bias, rows, outputs)?,
         };
         for start in (0..outputs).step_by(step) {
             let part = start..(start + step).min(outputs);
             self.widen(part.clone(), 0..inputs, &mut block);
-            if few {
+            if has_few_rows {
                 // Transposed: the rows of this block lie together.
                 let to = &mut y[part.start * rows..part.end * rows];
                 let bias = bias.map(|bias| &bias[part.clone()]);
@@ -87,7 +87,7 @@ impl<'a> HalfWeight<'a> {
             let (x, weight) = (Mat::new(x, rows, inputs), Mat::new(&block, part.len(), inputs));
             cpu::gemm(out, x, weight.t(), 1.0, beta, cpu::threads())?;
         }
-        match few {
+        match has_few_rows {
             true => Ok((transpose_slice(&y, [1, outputs, rows]), dims.into())),
             false => Ok((y, dims.into())),
         }

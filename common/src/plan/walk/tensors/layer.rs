@@ -8,14 +8,14 @@ use super::convolution::ConvSizes;
 
 /// A layer that is applied to an input.
 #[derive(Clone)]
-struct Applied {
+struct AppliedLayer {
     layer: Layer,
     x_dims: [f64; 4],
     product: Product,
     is_linear: bool,
 }
 
-impl Applied {
+impl AppliedLayer {
     fn inputs(&self) -> f64 {
         self.x_dims.iter().product()
     }
@@ -55,7 +55,7 @@ impl Walk {
         product: Product,
         is_linear: bool,
     ) -> Shaped {
-        let applied = Applied {
+        let applied = AppliedLayer {
             layer: layer.clone(),
             x_dims: x.dims,
             product,
@@ -87,7 +87,7 @@ impl Walk {
     }
 
     /// The result without the adapter.
-    fn base_of_tensors(&self, a: &Applied) -> Shaped {
+    fn base_of_tensors(&self, a: &AppliedLayer) -> Shaped {
         let weight = self.dense_of_tensors(&a.layer);
         let y = match a.is_linear {
             true => self.product_of(a.inputs(), a.layer.elements(), a.outputs()),
@@ -130,7 +130,7 @@ impl Walk {
     }
 
     /// The product of the widened input with the adapter's first matrix.
-    fn hidden(&self, a: &Applied, rank: f64) -> Shaped {
+    fn hidden(&self, a: &AppliedLayer, rank: f64) -> Shaped {
         let wide = self.widened(a.inputs());
         let hidden = match a.is_linear {
             true => self.floats(a.product.rows * rank),
@@ -141,7 +141,7 @@ impl Walk {
     }
 
     /// The adapter's result in float32, scaled.
-    fn change(&self, a: &Applied, rank: f64) -> Shaped {
+    fn change(&self, a: &AppliedLayer, rank: f64) -> Shaped {
         let product = match a.is_linear {
             true => self.floats(a.outputs()),
             false => self.convolution(&a.up(rank), true),
@@ -152,7 +152,7 @@ impl Walk {
     }
 
     /// Records the backward pass of a layer, fused with an adapter of this rank.
-    fn record_applied(&self, a: Applied, rank: Option<f64>, x: &Shaped, y: &Shaped) {
+    fn record_applied(&self, a: AppliedLayer, rank: Option<f64>, x: &Shaped, y: &Shaped) {
         let saved = (a.layer.is_trained || rank.is_some()).then(|| x.clone());
         let (x_id, x_dims, needs_dx) = (x.id, x.dims, x.tracked);
         self.record_step(y, move |walk, gradient| {
@@ -216,7 +216,7 @@ impl Walk {
     }
 
     /// The gradient of the input, without the adapter's part.
-    fn input_gradient(&self, a: &Applied) -> Shaped {
+    fn input_gradient(&self, a: &AppliedLayer) -> Shaped {
         let weight = self.dense_of_tensors(&a.layer);
         let dx = match a.is_linear {
             true => self.product_of(a.outputs(), a.layer.elements(), a.inputs()),
@@ -227,14 +227,14 @@ impl Walk {
     }
 
     /// The adapter as operations of its own, with dropout: its parts stay in candle's graph.
-    fn dropout_of_tensors(&self, a: Applied, adapter: Adapter, x: &Shaped, y: Shaped) -> Shaped {
+    fn dropout_of_tensors(&self, a: AppliedLayer, adapter: Adapter, x: &Shaped, y: Shaped) -> Shaped {
         let rank = adapter.rank;
         let y = Shaped {
             tracked: x.tracked,
             ..y
         };
         if x.tracked {
-            let base = Applied {
+            let base = AppliedLayer {
                 layer: Layer {
                     adapter: None,
                     ..a.layer.clone()

@@ -136,7 +136,7 @@ impl TestJob {
 struct Setup {
     /// Jobs that run already, in order.
     running: Vec<TestJob>,
-    /// Measured speeds: device name, family, seconds per unit of work.
+    /// Measured speeds: device name, family, seconds per pass.
     speeds: Vec<(&'static str, &'static str, f64)>,
     /// Machines that have the job's data in their caches.
     cached: Vec<&'static str>,
@@ -226,11 +226,11 @@ fn run_case(case: &Case) -> Result<(), String> {
             last_seen: world.now,
         };
         world.state.workers.insert(id, known);
-        for (device, family, seconds_per_unit) in &case.setup.speeds {
+        for (device, family, seconds_per_pass) in &case.setup.speeds {
             world.state.speeds.restore(&Speed {
                 device: (*device).into(),
                 family: (*family).into(),
-                nanoseconds_per_unit: (*seconds_per_unit * 1e9) as u64,
+                nanoseconds_per_pass: (*seconds_per_pass * 1e9) as u64,
                 unit: WORK_UNIT,
             });
         }
@@ -257,7 +257,7 @@ fn run_case(case: &Case) -> Result<(), String> {
         let before = world.state.forecast_new_job(&requirements);
         world.submit("j", requirements);
         let starts = world.view("j").state == JobState::Running;
-        if before.devices.iter().any(|device| device.ready) != starts && case.setup.quota.is_none() {
+        if before.devices.iter().any(|device| device.can_start_now) != starts && case.setup.quota.is_none() {
             return Err(format!("`forecast_new_job` said otherwise: {before:?}"));
         }
     }
@@ -414,7 +414,7 @@ fn speeds_are_measured_from_completed_attempts() {
         .map(|demand| demand.passes() / 2000.0 * 50.0);
     let expected = 5e9 / units.unwrap();
     let speed = &world.state.workers[&WorkerId::new("w1")].speeds[0];
-    assert!((speed.nanoseconds_per_unit as f64 / expected - 1.0).abs() < 1e-6);
+    assert!((speed.nanoseconds_per_pass as f64 / expected - 1.0).abs() < 1e-6);
     assert_eq!(speed.unit, WORK_UNIT);
     let mut restored = crate::state::speeds::Speeds::default();
     restored.restore(&Speed {
@@ -429,7 +429,7 @@ fn speeds_are_measured_from_completed_attempts() {
     assert!(persisted, "what was learned survives a restart");
     let forecast = world.state.forecast_new_job(&lora("sd1").requirements());
     assert!(
-        forecast.devices[0].measured && forecast.devices[0].description.contains("about 3 min 20 s)"),
+        forecast.devices[0].is_speed_measured && forecast.devices[0].description.contains("about 3 min 20 s)"),
         "{forecast:?}"
     );
 }

@@ -23,11 +23,11 @@ impl TestBed {
             world: World::new(),
             sessions: BTreeMap::new(),
         };
-        for (device, family, seconds_per_unit) in CARDS {
+        for (device, family, seconds_per_pass) in CARDS {
             bed.world.state.speeds.restore(&Speed {
                 device: device.into(),
                 family: family.into(),
-                nanoseconds_per_unit: (seconds_per_unit * 1e9) as u64,
+                nanoseconds_per_pass: (seconds_per_pass * 1e9) as u64,
                 unit: WORK_UNIT,
             });
         }
