@@ -23,7 +23,7 @@ const MIB: f64 = (1 << 20) as f64;
 #[derive(Debug)]
 struct Memory {
     /// After the forward pass: its result, and what the backward pass needs.
-    kept: f64,
+    saved: f64,
     /// The peak of both passes.
     peak: f64,
 }
@@ -35,18 +35,18 @@ fn measure(x: &Var, on_tape: bool, forward: impl Fn(&Tensor) -> Result<Tensor>) 
     let before = IN_USE.load(Relaxed);
     PEAK.store(before, Relaxed);
     let since = |bytes: &AtomicUsize| bytes.load(Relaxed).saturating_sub(before) as f64 / MIB;
-    let kept;
+    let saved;
     if on_tape {
         let (y, tape) = record(|| forward(x)).unwrap();
-        kept = since(&IN_USE);
+        saved = since(&IN_USE);
         assert!(tape.backward(&y).unwrap().get(x).is_some());
     } else {
         let y = forward(x).unwrap();
-        kept = since(&IN_USE);
+        saved = since(&IN_USE);
         assert!(y.backward().unwrap().get(x).is_some());
     }
     let peak = since(&PEAK);
-    Memory { kept, peak }
+    Memory { saved, peak }
 }
 
 fn variable(shape: &[usize], dtype: DType) -> Var {
@@ -74,10 +74,10 @@ fn attention_keeps_its_operands(tokens: usize) {
     let (ours, candles) = (measure(&x, true, attend), measure(&x, false, attend));
     println!("attention of {tokens} tokens: {ours:.1?}; with candle's graph {candles:.1?}");
     let result = (tokens * 320 * 2) as f64 / MIB;
-    assert!(ours.kept < 1.1 * result, "only the result is new: {ours:?}");
+    assert!(ours.saved < 1.1 * result, "only the result is new: {ours:?}");
     // A chunk of scores has at most 64 MiB.
     assert!(ours.peak < 6.0 * 64.0, "{ours:?}");
-    assert!(candles.kept > 8.0 * (tokens * tokens * 10) as f64 / MIB, "{candles:?}");
+    assert!(candles.saved > 8.0 * (tokens * tokens * 10) as f64 / MIB, "{candles:?}");
 }
 
 /// A frozen convolution, norm, two linear layers and their activations, on 64 x 64 pixels.
@@ -95,6 +95,6 @@ fn frozen_layers_keep_the_inputs_of_functions() {
     let (ours, candles) = (measure(&x, true, forward), measure(&x, false, forward));
     println!("frozen layers: {ours:.1?}; with candle's graph {candles:.1?}");
     // In units of x, 1 MiB: the input of the norm 1, of the gated activation 8, of the last activation 1, the result 1.
-    assert!(ours.kept < 11.1, "{ours:?}");
-    assert!(candles.kept > 20.0, "{candles:?}");
+    assert!(ours.saved < 11.1, "{ours:?}");
+    assert!(candles.saved > 20.0, "{candles:?}");
 }

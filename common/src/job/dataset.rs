@@ -192,7 +192,7 @@ section! {
         /// The control image of each image is another image of its folder, drawn anew each time (FLUX.1 Kontext). Latents are not cached
         /// then.
         control_from_same_folder: bool = false, Works;
-        /// How many images are drawn: FLUX.1 Kontext changes one.
+        /// How many control images each image gets: FLUX.1 Kontext changes one.
         num_controls_from_same_folder: u32 = 1, Works;
         /// Background of transparent control images.
         control_transparent_color: Rgb = Rgb([0, 0, 0]), Works;

@@ -37,10 +37,10 @@ impl Canvas {
 
     /// Computes how much of each pixel a line covers, from the pixel's distance to the line.
     fn cover(&self, from: (f64, f64), to: (f64, f64), width: f64, mut each: impl FnMut(usize, usize, f64)) {
-        let reach = width / 2.0 + 1.0;
+        let margin = width / 2.0 + 1.0;
         let bound = |value: f64, max: usize| value.max(0.0).min(max as f64) as usize;
-        let (x0, x1) = (from.0.min(to.0) - reach, from.0.max(to.0) + reach);
-        let (y0, y1) = (from.1.min(to.1) - reach, from.1.max(to.1) + reach);
+        let (x0, x1) = (from.0.min(to.0) - margin, from.0.max(to.0) + margin);
+        let (y0, y1) = (from.1.min(to.1) - margin, from.1.max(to.1) + margin);
         let (dx, dy) = (to.0 - from.0, to.1 - from.1);
         let length = dx * dx + dy * dy;
         for y in bound(y0, self.height)..=bound(y1, self.height - 1) {

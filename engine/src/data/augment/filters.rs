@@ -22,12 +22,12 @@ pub(super) fn gaussian_blur(image: &RgbImage, side: u32, sigma: f64) -> RgbImage
         side => side,
     };
     let weights = gaussian(side, sigma);
-    let reach = i64::from(side / 2);
+    let radius = i64::from(side / 2);
     let (width, height) = (i64::from(image.width()), i64::from(image.height()));
     let blur = |values: &[[f64; 3]], length: i64, at: &dyn Fn(i64) -> usize, position: i64| {
         let mut sum = [0.0; 3];
         for (tap, weight) in weights.iter().enumerate() {
-            let pixel = values[at(mirrored(position + tap as i64 - reach, length))];
+            let pixel = values[at(mirrored(position + tap as i64 - radius, length))];
             for (sum, value) in sum.iter_mut().zip(pixel) {
                 *sum += weight * value;
             }

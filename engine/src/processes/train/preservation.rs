@@ -62,10 +62,10 @@ impl Preservation {
 ///
 /// # Errors
 /// When the arithmetic fails.
-pub(super) fn loss(predicted: &[Tensor], kept: &[Tensor], factor: f64) -> Result<Tensor> {
+pub(super) fn loss(predicted: &[Tensor], base: &[Tensor], factor: f64) -> Result<Tensor> {
     let mut total = Tensor::zeros((), DType::F32, &candle_core::Device::Cpu)?;
-    for (index, (predicted, kept)) in predicted.iter().zip(kept).enumerate() {
-        let difference = (predicted.to_dtype(DType::F32)? - kept.to_dtype(DType::F32)?)?;
+    for (index, (predicted, base)) in predicted.iter().zip(base).enumerate() {
+        let difference = (predicted.to_dtype(DType::F32)? - base.to_dtype(DType::F32)?)?;
         let one = difference.sqr()?.mean_all()?;
         total = if index == 0 { one } else { (total + one)? };
     }
