@@ -125,7 +125,7 @@ pub(super) fn adapter_step(
     };
     let batch = MicroBatch {
         latents: vec![normal_f32(compute, &[1, 4, side, side])?],
-        drawn: NoiseDraw {
+        noise_draw: NoiseDraw {
             timesteps: vec![500.0],
             noise: vec![normal_f32(compute, &[1, 4, side, side])?],
             input_noise: Vec::new(),

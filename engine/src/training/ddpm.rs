@@ -45,13 +45,13 @@ impl Ddpm {
     fn each(
         &self,
         latents: &[Tensor],
-        drawn: &NoiseDraw,
+        noise_draw: &NoiseDraw,
         f: impl Fn(&Tensor, &Tensor, &[i64]) -> Result<Tensor>,
     ) -> Result<Vec<Tensor>> {
-        let timesteps: Vec<i64> = drawn.timesteps.iter().map(|t| index(*t)).collect();
+        let timesteps: Vec<i64> = noise_draw.timesteps.iter().map(|t| index(*t)).collect();
         latents
             .iter()
-            .zip(&drawn.noise)
+            .zip(&noise_draw.noise)
             .map(|(x, noise)| f(x, noise, &timesteps))
             .collect()
     }
@@ -66,16 +66,16 @@ impl Objective for Ddpm {
         true
     }
 
-    fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
-        self.each(latents, drawn, |x, noise, timesteps| {
+    fn noisy(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>> {
+        self.each(latents, noise_draw, |x, noise, timesteps| {
             self.schedule.add_noise(x, noise, timesteps).map_err(schedule_error)
         })
     }
 
-    fn target(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
+    fn target(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>> {
         match self.schedule.prediction_type {
-            PredictionType::Epsilon => Ok(drawn.noise.clone()),
-            PredictionType::VPrediction => self.each(latents, drawn, |x, noise, timesteps| {
+            PredictionType::Epsilon => Ok(noise_draw.noise.clone()),
+            PredictionType::VPrediction => self.each(latents, noise_draw, |x, noise, timesteps| {
                 self.schedule.velocity(x, noise, timesteps).map_err(schedule_error)
             }),
             PredictionType::Sample => Err(EngineError::Unsupported(
@@ -88,7 +88,7 @@ impl Objective for Ddpm {
         &self,
         noisy: &Tensor,
         predicted: &Tensor,
-        drawn: &NoiseDraw,
+        noise_draw: &NoiseDraw,
     ) -> Result<(Tensor, Tensor)> {
         if self.schedule.prediction_type != PredictionType::Epsilon {
             return Err(EngineError::Unsupported(
@@ -99,7 +99,7 @@ impl Objective for Ddpm {
         }
         // As the samplers that count noise levels from 0: the noisy latents are there the image plus the noise times the level.
         let (mut scales, mut levels, mut weights) = (Vec::new(), Vec::new(), Vec::new());
-        for t in &drawn.timesteps {
+        for t in &noise_draw.timesteps {
             // Without image at all, nothing can be said about it.
             let snr = self.schedule.snr(index(*t)).map_err(schedule_error)?.max(1e-8);
             scales.push(((1.0 + snr) / snr).sqrt());

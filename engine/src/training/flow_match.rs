@@ -25,8 +25,8 @@ impl Objective for FlowMatch {
         let table = self.timesteps.table(generator, length, inputs.image_tokens)?;
         let indices: Vec<usize> = match self.timesteps.choices(length) {
             Some(choices) => {
-                let drawn = generator.randint(0, choices.len() as i64, items).into_iter();
-                drawn
+                let noise_draw = generator.randint(0, choices.len() as i64, items).into_iter();
+                noise_draw
                     .map(|i| choices.get(i as usize).copied().unwrap_or_default())
                     .collect()
             }
@@ -49,7 +49,7 @@ impl Objective for FlowMatch {
         })
     }
 
-    fn next_timesteps(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Option<Vec<f32>>> {
+    fn next_timesteps(&self, noise_draw: &NoiseDraw, image_tokens: usize) -> Result<Option<Vec<f32>>> {
         let FlowTimesteps::NextSample(params, steps) = &self.timesteps else {
             return Ok(None);
         };
@@ -58,23 +58,23 @@ impl Objective for FlowMatch {
             let index = table.iter().position(|entry| entry == t)?;
             table.get(index + 1).copied()
         };
-        let next: Option<Vec<f32>> = drawn.timesteps.iter().map(next).collect();
+        let next: Option<Vec<f32>> = noise_draw.timesteps.iter().map(next).collect();
         next.map(Some)
             .ok_or_else(|| EngineError::Internal("a timestep without a next one was drawn".into()))
     }
 
-    fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
+    fn noisy(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>> {
         let mix = |(x, noise): (&Tensor, &Tensor)| -> Result<Tensor> {
-            let share = per_item(x, drawn.timesteps.iter().map(|t| t / TRAIN_TIMESTEPS as f32))?;
+            let share = per_item(x, noise_draw.timesteps.iter().map(|t| t / TRAIN_TIMESTEPS as f32))?;
             let image = x.broadcast_mul(&share.affine(-1.0, 1.0)?)?;
             Ok((image + noise.broadcast_mul(&share)?)?)
         };
-        latents.iter().zip(&drawn.noise).map(mix).collect()
+        latents.iter().zip(&noise_draw.noise).map(mix).collect()
     }
 
-    fn target(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
+    fn target(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>> {
         let velocity = |(x, noise): (&Tensor, &Tensor)| Ok((noise - x)?);
-        latents.iter().zip(&drawn.noise).map(velocity).collect()
+        latents.iter().zip(&noise_draw.noise).map(velocity).collect()
     }
 
     fn timestep_at(&self, level: f64) -> f32 {
@@ -89,10 +89,10 @@ impl Objective for FlowMatch {
         false
     }
 
-    fn predict_x0(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
+    fn predict_x0(&self, noisy: &Tensor, predicted: &Tensor, noise_draw: &NoiseDraw) -> Result<Tensor> {
         let share = per_item(
             noisy,
-            drawn
+            noise_draw
                 .timesteps
                 .iter()
                 .map(|t| (t / TRAIN_TIMESTEPS as f32).max(LEAST_SHARE)),
@@ -104,23 +104,23 @@ impl Objective for FlowMatch {
         &self,
         noisy: &Tensor,
         predicted: &Tensor,
-        drawn: &NoiseDraw,
+        noise_draw: &NoiseDraw,
     ) -> Result<(Tensor, Tensor)> {
         let weight = |t: &f32| (t / TRAIN_TIMESTEPS as f32).max(LEAST_SHARE).powi(-2);
         Ok((
-            self.predict_x0(noisy, predicted, drawn)?,
-            per_item(noisy, drawn.timesteps.iter().map(weight))?,
+            self.predict_x0(noisy, predicted, noise_draw)?,
+            per_item(noisy, noise_draw.timesteps.iter().map(weight))?,
         ))
     }
 
-    fn stepped_levels(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
+    fn stepped_levels(&self, noise_draw: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
         let table = match &self.timesteps {
             FlowTimesteps::Shift(params) => shifted(params, self.noise.table_len as usize, image_tokens)?,
             FlowTimesteps::NextSample(params, steps) => shifted(params, *steps as usize, image_tokens)?,
             // In ai-toolkit, the levels of all other tables are even, from 1 to 0.001.
             _ => {
                 let even = |t: &f32| (t / TRAIN_TIMESTEPS as f32 - STEPPED_SHARE).max(LEAST_SHARE);
-                return Ok(drawn.timesteps.iter().map(even).collect());
+                return Ok(noise_draw.timesteps.iter().map(even).collect());
             }
         };
         let further = |t: &f32| {
@@ -129,7 +129,7 @@ impl Objective for FlowMatch {
             let next = table.get(index + STEPPED_ENTRIES).copied().unwrap_or(0.0);
             Some(next / TRAIN_TIMESTEPS as f32)
         };
-        let levels: Option<Vec<f32>> = drawn.timesteps.iter().map(further).collect();
+        let levels: Option<Vec<f32>> = noise_draw.timesteps.iter().map(further).collect();
         levels.ok_or_else(|| EngineError::Internal("a timestep outside of the table was drawn".into()))
     }
 }
@@ -159,7 +159,7 @@ pub fn step_to(
     latents: &[Tensor],
     noisy: &[Tensor],
     predicted: &[Tensor],
-    drawn: &NoiseDraw,
+    noise_draw: &NoiseDraw,
     next: Vec<f32>,
 ) -> Result<NoiseDraw> {
     let mut noise = Vec::with_capacity(latents.len());
@@ -167,7 +167,7 @@ pub fn step_to(
         let share = |t: &f32| t / TRAIN_TIMESTEPS as f32;
         let steps = next
             .iter()
-            .zip(&drawn.timesteps)
+            .zip(&noise_draw.timesteps)
             .map(|(to, from)| share(to) - share(from));
         let stepped = (noisy + velocity.detach().broadcast_mul(&per_item(x, steps)?)?)?;
         let share = per_item(x, next.iter().map(share))?;

@@ -124,7 +124,7 @@ pub struct MicroBatch {
     /// Scaled latents, one tensor or several, [b, channels, …], float32.
     pub latents: Vec<Tensor>,
     /// The timestep of each item, and the noise.
-    pub drawn: NoiseDraw,
+    pub noise_draw: NoiseDraw,
     /// What the model is conditioned on.
     pub conditioning: Conditioning,
     /// One loss weight per item.
@@ -148,26 +148,26 @@ pub fn noisy_latents(
     objective: &dyn Objective,
     options: &LossOptions,
     latents: &[Tensor],
-    drawn: &NoiseDraw,
+    noise_draw: &NoiseDraw,
 ) -> Result<Vec<Tensor>> {
-    let noisy = match drawn.input_noise.is_empty() {
-        true => objective.noisy(latents, drawn)?,
+    let noisy = match noise_draw.input_noise.is_empty() {
+        true => objective.noisy(latents, noise_draw)?,
         false => {
-            let noise = drawn
+            let noise = noise_draw
                 .noise
                 .iter()
-                .zip(&drawn.input_noise)
+                .zip(&noise_draw.input_noise)
                 .map(|(noise, more)| noise + more);
             let perturbed = NoiseDraw {
-                timesteps: drawn.timesteps.clone(),
+                timesteps: noise_draw.timesteps.clone(),
                 noise: noise.collect::<candle_core::Result<_>>()?,
                 input_noise: Vec::new(),
-                has_stepped: drawn.has_stepped,
+                has_stepped: noise_draw.has_stepped,
             };
             objective.noisy(latents, &perturbed)?
         }
     };
-    match drawn.has_stepped || options.noisy_multiplier == 1.0 {
+    match noise_draw.has_stepped || options.noisy_multiplier == 1.0 {
         true => Ok(noisy),
         false => noisy.iter().map(|x| Ok((x * options.noisy_multiplier)?)).collect(),
     }
@@ -186,13 +186,13 @@ pub fn loss(
     options: &LossOptions,
     batch: &MicroBatch,
 ) -> Result<Tensor> {
-    let (latents, drawn) = (&batch.latents, &batch.drawn);
+    let (latents, noise_draw) = (&batch.latents, &batch.noise_draw);
     let Some(device) = latents.first().map(Tensor::device) else {
         return Err(EngineError::Internal("a micro-batch has no latents".into()));
     };
-    let noisy = noisy_latents(objective, options, latents, drawn)?;
+    let noisy = noisy_latents(objective, options, latents, noise_draw)?;
     let targets = targets(objective, options, batch)?;
-    let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), device)?;
+    let times = Tensor::from_vec(noise_draw.timesteps.clone(), noise_draw.timesteps.len(), device)?;
     let predictions = predict(&noisy, &times, &batch.conditioning)?;
     if predictions.len() != latents.len() {
         return Err(EngineError::Internal(format!(
@@ -239,23 +239,26 @@ fn targets(objective: &dyn Objective, options: &LossOptions, batch: &MicroBatch)
     if let Some(base) = loss_inputs.base.as_ref().filter(|_| is_base_target) {
         return Ok(base.clone());
     }
-    let (latents, drawn) = (&batch.latents, &batch.drawn);
+    let (latents, noise_draw) = (&batch.latents, &batch.noise_draw);
     if options.target_noise_multiplier == 1.0 && options.signal_amplification == 0.0 {
-        return objective.target(latents, drawn);
+        return objective.target(latents, noise_draw);
     }
-    let noise = drawn.noise.iter().map(|noise| noise * options.target_noise_multiplier);
+    let noise = noise_draw
+        .noise
+        .iter()
+        .map(|noise| noise * options.target_noise_multiplier);
     let scaled = NoiseDraw {
-        timesteps: drawn.timesteps.clone(),
+        timesteps: noise_draw.timesteps.clone(),
         noise: noise.collect::<candle_core::Result<_>>()?,
         input_noise: Vec::new(),
-        has_stepped: drawn.has_stepped,
+        has_stepped: noise_draw.has_stepped,
     };
     let targets = objective.target(latents, &scaled)?;
     if options.signal_amplification == 0.0 {
         return Ok(targets);
     }
     let amplified = |(target, x): (Tensor, &Tensor)| -> Result<Tensor> {
-        let clean = drawn.timesteps.iter().map(|t| 1.0 - t / TRAIN_TIMESTEPS as f32);
+        let clean = noise_draw.timesteps.iter().map(|t| 1.0 - t / TRAIN_TIMESTEPS as f32);
         let share = (per_item(x, clean)? * options.signal_amplification)?;
         Ok((target - x.broadcast_mul(&share)?)?)
     };
@@ -276,7 +279,7 @@ impl LatentLoss<'_> {
         let missing = || EngineError::Internal("a micro-batch lacks a tensor".into());
         let (latents, noise) = (
             batch.latents.get(index).ok_or_else(missing)?,
-            batch.drawn.noise.get(index).ok_or_else(missing)?,
+            batch.noise_draw.noise.get(index).ok_or_else(missing)?,
         );
         let mut prediction = prediction.clone();
         if options.match_noise_norm {
@@ -301,7 +304,7 @@ impl LatentLoss<'_> {
         let estimate = match options.x0.or(options.spectrum) {
             Some(_) => Some(
                 self.objective
-                    .predict_x0(noisy.ok_or_else(missing)?, &prediction, &batch.drawn)?,
+                    .predict_x0(noisy.ok_or_else(missing)?, &prediction, &batch.noise_draw)?,
             ),
             None => None,
         };
@@ -316,7 +319,7 @@ impl LatentLoss<'_> {
             let noisy = noisy.ok_or_else(missing)?;
             let (image, weights) = self
                 .objective
-                .predict_x0_and_weights(noisy, &prediction, &batch.drawn)?;
+                .predict_x0_and_weights(noisy, &prediction, &batch.noise_draw)?;
             let expected = match &batch.loss_inputs.unaugmented {
                 Some(unaugmented) => unaugmented.get(index).ok_or_else(missing)?,
                 None => latents,
@@ -336,7 +339,7 @@ impl LatentLoss<'_> {
                 (None, true) => {
                     target = latents.clone();
                     let image = self.stepped(noisy.ok_or_else(missing)?, &prediction, noise)?;
-                    let factor = per_item(latents, batch.drawn.timesteps.iter().map(|_| STEPPED_FACTOR))?;
+                    let factor = per_item(latents, batch.noise_draw.timesteps.iter().map(|_| STEPPED_FACTOR))?;
                     (image, Comparison::weighted(options.kind, Some(factor)))
                 }
                 (None, false) => (prediction.clone(), Comparison::of(options.kind)),
@@ -381,7 +384,7 @@ impl LatentLoss<'_> {
     /// The images to which the predicted velocities lead: a step of the sampler to [`LossInputs::stepped_levels`], where the noise is
     /// taken out.
     fn stepped(&self, noisy: &Tensor, prediction: &Tensor, noise: &Tensor) -> Result<Tensor> {
-        let (levels, timesteps) = (&self.batch.loss_inputs.stepped_levels, &self.batch.drawn.timesteps);
+        let (levels, timesteps) = (&self.batch.loss_inputs.stepped_levels, &self.batch.noise_draw.timesteps);
         if levels.len() != timesteps.len() {
             return Err(EngineError::Internal(
                 "a micro-batch lacks the levels of `stepped`".into(),
@@ -414,7 +417,7 @@ impl LatentLoss<'_> {
         ) else {
             return Ok(target.clone());
         };
-        let timesteps = &self.batch.drawn.timesteps;
+        let timesteps = &self.batch.noise_draw.timesteps;
         let scales = loss_inputs.guidance_scales.iter().zip(timesteps).map(|(scale, t)| {
             let scale = *scale as f32;
             match guidance.by_sigma {
@@ -433,13 +436,13 @@ impl LatentLoss<'_> {
     /// `1 / t^2`, at most 100, for each item. `None`: 1.
     fn velocity_weights(&self, of: X0Loss, latents: &Tensor) -> Result<Option<Tensor>> {
         let weight = |t: &f32| (t / TRAIN_TIMESTEPS as f32).max(0.1).powi(-2);
-        let weights = || per_item(latents, self.batch.drawn.timesteps.iter().map(weight));
+        let weights = || per_item(latents, self.batch.noise_draw.timesteps.iter().map(weight));
         of.weighted.then(weights).transpose()
     }
 
     /// The weight of each item, [b]: of `own`, with the objective's weight of its timestep if `by_time`.
     fn weights(&self, own: &[f64], by_time: bool) -> Result<Tensor> {
-        let timesteps = &self.batch.drawn.timesteps;
+        let timesteps = &self.batch.noise_draw.timesteps;
         let mut weights = Vec::with_capacity(own.len());
         for (t, weight) in timesteps.iter().zip(own) {
             let of_time = if by_time { self.objective.loss_weight(*t)? } else { 1.0 };

@@ -85,8 +85,8 @@ pub trait Objective: Send + Sync + Debug {
     ///
     /// # Errors
     /// When the scheduler's config is wrong.
-    fn next_timesteps(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Option<Vec<f32>>> {
-        let _ = (drawn, image_tokens);
+    fn next_timesteps(&self, noise_draw: &NoiseDraw, image_tokens: usize) -> Result<Option<Vec<f32>>> {
+        let _ = (noise_draw, image_tokens);
         Ok(None)
     }
 
@@ -94,13 +94,13 @@ pub trait Objective: Send + Sync + Debug {
     ///
     /// # Errors
     /// When shapes do not match, or a timestep does not exist.
-    fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>>;
+    fn noisy(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>>;
 
     /// What the model should predict, float32.
     ///
     /// # Errors
     /// As [`Self::noisy`], or when the objective cannot train what the model predicts.
-    fn target(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>>;
+    fn target(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>>;
 
     /// The timestep at this noise level, from 0 to 1.
     fn timestep_at(&self, level: f64) -> f32;
@@ -130,8 +130,8 @@ pub trait Objective: Send + Sync + Debug {
     ///
     /// # Errors
     /// When shapes do not match, or the model does not predict the velocity of flow matching.
-    fn predict_x0(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
-        let _ = (noisy, predicted, drawn);
+    fn predict_x0(&self, noisy: &Tensor, predicted: &Tensor, noise_draw: &NoiseDraw) -> Result<Tensor> {
+        let _ = (noisy, predicted, noise_draw);
         Err(EngineError::Unsupported(
             "`t0_loss_target` and `do_fft_loss` need a flow-matching model".into(),
         ))
@@ -142,15 +142,19 @@ pub trait Objective: Send + Sync + Debug {
     ///
     /// # Errors
     /// When shapes do not match, or the model predicts neither the noise nor the velocity of flow matching.
-    fn predict_x0_and_weights(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw)
-    -> Result<(Tensor, Tensor)>;
+    fn predict_x0_and_weights(
+        &self,
+        noisy: &Tensor,
+        predicted: &Tensor,
+        noise_draw: &NoiseDraw,
+    ) -> Result<(Tensor, Tensor)>;
 
     /// The noise level of each item 50 entries of the table of 1000 timesteps further (`loss_type: stepped`).
     ///
     /// # Errors
     /// When the model does not predict the velocity of flow matching, or the scheduler's config is wrong.
-    fn stepped_levels(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
-        let _ = (drawn, image_tokens);
+    fn stepped_levels(&self, noise_draw: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
+        let _ = (noise_draw, image_tokens);
         Err(EngineError::Unsupported(
             "`loss_type: stepped` needs a flow-matching model".into(),
         ))

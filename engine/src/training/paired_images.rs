@@ -49,20 +49,27 @@ pub fn paired_strength(guidance: GuidanceType, strength: f64) -> Option<f64> {
 ///
 /// # Errors
 /// When shapes do not match.
-pub fn paired_noise(guidance: GuidanceType, latents: &[Vec<Tensor>; 2], drawn: &NoiseDraw) -> Result<[NoiseDraw; 2]> {
+pub fn paired_noise(
+    guidance: GuidanceType,
+    latents: &[Vec<Tensor>; 2],
+    noise_draw: &NoiseDraw,
+) -> Result<[NoiseDraw; 2]> {
     let with_noise = |noise: Vec<Tensor>| NoiseDraw {
-        timesteps: drawn.timesteps.clone(),
+        timesteps: noise_draw.timesteps.clone(),
         noise,
         input_noise: Vec::new(),
         has_stepped: false,
     };
     if guidance != GuidanceType::TargetedPolarity {
-        return Ok([with_noise(drawn.noise.clone()), with_noise(drawn.noise.clone())]);
+        return Ok([
+            with_noise(noise_draw.noise.clone()),
+            with_noise(noise_draw.noise.clone()),
+        ]);
     }
     let [images, pairs] = latents;
     let towards = |other: &[Tensor], own: &[Tensor]| -> Result<NoiseDraw> {
         let differences = other.iter().zip(own);
-        let noise = drawn.noise.iter().zip(differences);
+        let noise = noise_draw.noise.iter().zip(differences);
         let moved = noise.map(|(noise, (other, own))| noise + ((other - own)? * NOISE_SHARE)?);
         Ok(with_noise(moved.collect::<candle_core::Result<_>>()?))
     };

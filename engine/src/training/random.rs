@@ -269,11 +269,11 @@ pub(super) fn draw_input_noise(
         true => options.input * f64::from(generator.rand(1)[0]),
         false => options.input,
     };
-    let drawn = noise.iter().map(|noise| {
+    let noise_draw = noise.iter().map(|noise| {
         let other = Tensor::from_vec(generator.randn(noise.elem_count()), noise.dims(), &Device::Cpu)?;
         other * strength
     });
-    Ok(drawn.collect::<candle_core::Result<_>>()?)
+    Ok(noise_draw.collect::<candle_core::Result<_>>()?)
 }
 
 /// The noise of a latent tensor before it is changed.

@@ -175,7 +175,7 @@ fn compare(name: &str) -> (f64, f64) {
                 };
                 let batch = MicroBatch {
                     latents: vec![row("latents")],
-                    drawn: NoiseDraw {
+                    noise_draw: NoiseDraw {
                         timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
                         noise: vec![row("noise")],
                         input_noise: Vec::new(),
@@ -303,7 +303,7 @@ fn loss_and_gradients(checkpointing: Checkpointing) -> (f32, Vec<Tensor>) {
     let batch = MicroBatch {
         // Odd sizes: the up blocks must restore the sizes of the down blocks.
         latents: vec![random(&[2, 4, 9, 7])],
-        drawn: NoiseDraw {
+        noise_draw: NoiseDraw {
             noise: vec![random(&[2, 4, 9, 7])],
             timesteps: vec![417.0, 30.0],
             input_noise: Vec::new(),
@@ -400,13 +400,13 @@ fn timesteps_are_drawn_in_the_configured_range() {
             ..options.clone()
         };
         let latents = [Tensor::zeros((64, 4, 2, 2), DType::F32, &Device::Cpu).unwrap()];
-        let drawn = draw(&options, &mut batch_generator(1, 2, 3), &DrawInputs::new(&latents)).unwrap();
+        let noise_draw = draw(&options, &mut batch_generator(1, 2, 3), &DrawInputs::new(&latents)).unwrap();
         assert!(
-            drawn.timesteps.iter().all(|t| (699.0..=899.0).contains(t)),
+            noise_draw.timesteps.iter().all(|t| (699.0..=899.0).contains(t)),
             "{:?}",
-            drawn.timesteps
+            noise_draw.timesteps
         );
-        let mean = f64::from(drawn.timesteps.iter().sum::<f32>()) / 64.0;
+        let mean = f64::from(noise_draw.timesteps.iter().sum::<f32>()) / 64.0;
         match preference {
             NoiseLevelPreference::Content => assert!(mean > 820.0, "{mean}"),
             NoiseLevelPreference::Style => assert!(mean < 780.0, "{mean}"),
@@ -453,11 +453,14 @@ fn the_documented_python_draws_the_same_numbers() {
             );
         }
         let latents = [Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()];
-        let drawn = draw(&options, &mut generator, &DrawInputs::new(&latents)).unwrap();
-        let timesteps: Vec<i64> = drawn.timesteps.iter().map(|t| *t as i64).collect();
+        let noise_draw = draw(&options, &mut generator, &DrawInputs::new(&latents)).unwrap();
+        let timesteps: Vec<i64> = noise_draw.timesteps.iter().map(|t| *t as i64).collect();
         assert_eq!(serde_json::json!(timesteps), case["timesteps"]);
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let (ours, theirs) = (numbers(&drawn.noise[0]), numbers(&noises[&format!("noise.{number}")]));
+        let (ours, theirs) = (
+            numbers(&noise_draw.noise[0]),
+            numbers(&noises[&format!("noise.{number}")]),
+        );
         if options.offset == 0.0 {
             assert_eq!(ours, theirs, "case {number}");
         }

@@ -41,9 +41,9 @@ impl Run<'_> {
     }
 
     /// The learned weights of a micro-batch.
-    pub(super) fn learned_weights(&self, drawn: &NoiseDraw) -> Result<Option<LearnedWeights>> {
+    pub(super) fn learned_weights(&self, noise_draw: &NoiseDraw) -> Result<Option<LearnedWeights>> {
         let of = |learned: &crate::training::SharedLearnedSnr| {
-            let snr = drawn.timesteps.iter().map(|t| self.objective.snr(*t));
+            let snr = noise_draw.timesteps.iter().map(|t| self.objective.snr(*t));
             Ok(learned.of_batch(snr.collect::<Result<_>>()?))
         };
         self.learned_snr.as_ref().map(of).transpose()

@@ -28,7 +28,7 @@ impl Run<'_> {
         let pairs = batch.inputs.control.clone();
         let pairs = pairs.ok_or_else(|| EngineError::Internal("an image has no pair".into()))?;
         let latents = [batch.inputs.latents.clone(), vec![pairs]];
-        let draws = paired_noise(guidance, &latents, &batch.drawn)?;
+        let draws = paired_noise(guidance, &latents, &batch.noise_draw)?;
         let mask = match guidance {
             GuidanceType::Direct => {
                 let moves = batch.inputs.moves.iter().map(Vec::as_slice);
@@ -45,7 +45,7 @@ impl Run<'_> {
             // As in ai-toolkit, whatever `cfg_scale` is.
             scales: vec![1.0],
         };
-        let times = self.timesteps_of(&batch.drawn)?;
+        let times = self.timesteps_of(&batch.noise_draw)?;
         let handle = self.target.handle().cloned();
         let (model, objective, seed) = (&*self.model, &*self.objective, self.seed);
         let conditioning = inputs.add_to(process, model, conditioning)?;

@@ -71,7 +71,7 @@ pub(super) struct SampledBatch {
     pub(super) step_batch: StepBatch,
     pub(super) prompts: BatchPrompts,
     pub(super) inputs: BatchInputs,
-    pub(super) drawn: NoiseDraw,
+    pub(super) noise_draw: NoiseDraw,
     image_tokens: usize,
 }
 
@@ -224,7 +224,7 @@ impl Run<'_> {
         let image_tokens = latents
             .first()
             .map_or(0, |latents| self.model.image_tokens(latents.dims()));
-        let mut drawn = self.objective.draw(
+        let mut noise_draw = self.objective.draw(
             &mut generator,
             &DrawInputs {
                 latents: &latents,
@@ -237,7 +237,7 @@ impl Run<'_> {
                 regularisation,
             },
         )?;
-        for noise in drawn.noise.iter_mut().chain(&mut drawn.input_noise) {
+        for noise in noise_draw.noise.iter_mut().chain(&mut noise_draw.input_noise) {
             *noise = noise.to_device(&device)?;
         }
         let (latents, unaugmented) = match unaugmented {
@@ -264,13 +264,13 @@ impl Run<'_> {
             // The images, their noise and their timesteps again, for the short captions.
             step_batch.batch.items.extend_from_within(..);
             inputs.double()?;
-            drawn.double()?;
+            noise_draw.double()?;
         }
         Ok(SampledBatch {
             step_batch,
             prompts,
             inputs,
-            drawn,
+            noise_draw,
             image_tokens,
         })
     }
@@ -286,11 +286,11 @@ impl Run<'_> {
     }
 
     /// The timesteps of a draw, [b], float32.
-    pub(super) fn timesteps_of(&self, drawn: &NoiseDraw) -> Result<Tensor> {
+    pub(super) fn timesteps_of(&self, noise_draw: &NoiseDraw) -> Result<Tensor> {
         let device = &self.compute.device;
         Ok(Tensor::from_vec(
-            drawn.timesteps.clone(),
-            drawn.timesteps.len(),
+            noise_draw.timesteps.clone(),
+            noise_draw.timesteps.len(),
             device,
         )?)
     }
@@ -310,12 +310,12 @@ impl Run<'_> {
             step_batch,
             prompts,
             inputs,
-            drawn,
+            noise_draw,
             image_tokens,
         } = batch;
         let Some(handle) = self.target.handle().cloned() else {
             return self
-                .forward_backward(step, &step_batch, (&prompts, image_tokens), inputs, drawn, None)
+                .forward_backward(step, &step_batch, (&prompts, image_tokens), inputs, noise_draw, None)
                 .map(drop);
         };
         let (strength, seed) = (
@@ -334,20 +334,20 @@ impl Run<'_> {
                     &step_batch,
                     (&prompts, image_tokens),
                     inputs,
-                    drawn,
+                    noise_draw,
                     Some(&handle),
                 )
             };
             return handle.in_pass(training, run).map(drop);
         };
         let of_captions = inputs.clone();
-        let drawn = handle.in_pass(training, || {
+        let noise_draw = handle.in_pass(training, || {
             self.forward_backward(
                 step,
                 &step_batch,
                 (&prompts, image_tokens),
                 of_captions,
-                drawn,
+                noise_draw,
                 Some(&handle),
             )
         })?;
@@ -356,7 +356,7 @@ impl Run<'_> {
             passes: [AdapterPass::inference(0.0), pass("preservation-dropout")],
             handle,
         };
-        self.preserve(&preservation_pass, &step_batch, &prompts, inputs, &drawn)
+        self.preserve(&preservation_pass, &step_batch, &prompts, inputs, &noise_draw)
     }
 
     /// Adds the gradients of the preservation loss of these captions and latents.
@@ -371,7 +371,7 @@ impl Run<'_> {
             crops,
             ..
         }: BatchInputs,
-        drawn: &NoiseDraw,
+        noise_draw: &NoiseDraw,
     ) -> Result<()> {
         let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
         let cfg = prompts.cfg;
@@ -391,7 +391,7 @@ impl Run<'_> {
         let unconditional = unconditional
             .map(|negative| inputs.add_to(process, model, negative))
             .transpose()?;
-        let (noisy, times) = self.noisy(&latents, drawn)?;
+        let (noisy, times) = self.noisy(&latents, noise_draw)?;
         let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
         let [without, with] = pass.passes.clone();
         let base = pass.handle.in_pass(without, predict)?;
@@ -444,9 +444,9 @@ impl Run<'_> {
     }
 
     /// The noisy latents that the model gets, and their timesteps, [b], float32.
-    fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<(Vec<Tensor>, Tensor)> {
-        let times = self.timesteps_of(drawn)?;
-        Ok((noisy_latents(&*self.objective, &self.loss, latents, drawn)?, times))
+    fn noisy(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<(Vec<Tensor>, Tensor)> {
+        let times = self.timesteps_of(noise_draw)?;
+        Ok((noisy_latents(&*self.objective, &self.loss, latents, noise_draw)?, times))
     }
 
     /// What the items of a batch are conditioned on besides their prompts.
@@ -481,7 +481,7 @@ impl Run<'_> {
             crops,
             moves,
         }: BatchInputs,
-        mut drawn: NoiseDraw,
+        mut noise_draw: NoiseDraw,
         handle: Option<&AdapterHandle>,
     ) -> Result<NoiseDraw> {
         let (captions, encoded, cfg) = (&prompts.captions, &prompts.encoded, prompts.cfg);
@@ -518,10 +518,10 @@ impl Run<'_> {
         let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
             predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
         };
-        if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
-            let (noisy, times) = self.noisy(&latents, &drawn)?;
+        if let Some(next) = self.objective.next_timesteps(&noise_draw, image_tokens)? {
+            let (noisy, times) = self.noisy(&latents, &noise_draw)?;
             let predicted = predict(&noisy, &times, &frozen_conditioning()?)?;
-            drawn = step_to(&latents, &noisy, &predicted, &drawn, next)?;
+            noise_draw = step_to(&latents, &noisy, &predicted, &noise_draw, next)?;
         }
         let dataset = &self.data.datasets[step_batch.batch.dataset].options;
         let strength = dataset.network_weight;
@@ -533,15 +533,15 @@ impl Run<'_> {
             corrects_norm,
             outside_mask,
             unaugmented: unaugmented.map(|unaugmented| vec![unaugmented]),
-            learned: self.learned_weights(&drawn)?,
+            learned: self.learned_weights(&noise_draw)?,
             stepped_levels: match self.loss.stepped {
-                true => self.objective.stepped_levels(&drawn, image_tokens)?,
+                true => self.objective.stepped_levels(&noise_draw, image_tokens)?,
                 false => Vec::new(),
             },
             ..LossInputs::default()
         };
         if let Some(handle) = handle.filter(|_| uses_base) {
-            let (noisy, times) = self.noisy(&latents, &drawn)?;
+            let (noisy, times) = self.noisy(&latents, &noise_draw)?;
             // In ai-toolkit too, the captions are encoded with the adapter of the text encoder.
             let conditioning = handle.in_pass(AdapterPass::inference(strength), frozen_conditioning)?;
             let base = handle.in_pass(AdapterPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
@@ -553,13 +553,13 @@ impl Run<'_> {
                 .iter()
                 .map(|caption| caption_with_class(caption, word))
                 .collect();
-            let (noisy, times) = self.noisy(&latents, &drawn)?;
+            let (noisy, times) = self.noisy(&latents, &noise_draw)?;
             let of_class = with_inputs(ConditioningCache::encode(&captions, model)?.detached_as(model.dtype())?)?;
             let base = predict(&noisy, &times, &of_class)?;
             loss_inputs.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let Some(prompt) = guidance_loss_prompt {
-            let (noisy, times) = self.noisy(&latents, &drawn)?;
+            let (noisy, times) = self.noisy(&latents, &noise_draw)?;
             let conditioning = with_inputs(prompt)?;
             // Nothing is kept for a backward pass.
             let prediction = match (handle, model.detach()) {
@@ -583,7 +583,7 @@ impl Run<'_> {
             };
             let micro_batch = MicroBatch {
                 latents: latents.clone(),
-                drawn: drawn.clone(),
+                noise_draw: noise_draw.clone(),
                 conditioning: with_inputs(conditioning)?,
                 weights: vec![step_batch.item_weight; captions.len()],
                 weight: step_batch.weight,
@@ -593,6 +593,6 @@ impl Run<'_> {
             loss(&predict, &*self.objective, &options, &micro_batch)
         };
         add_gradients(&mut self.trainer, process, step, forward)?;
-        Ok(drawn)
+        Ok(noise_draw)
     }
 }

@@ -95,15 +95,15 @@ impl Run<'_> {
         let (latents, noise) = (on_device(&image.latents)?, on_device(&image.noise)?);
         let mut losses = Vec::new();
         for level in levels {
-            let drawn = NoiseDraw {
+            let noise_draw = NoiseDraw {
                 timesteps: vec![self.objective.timestep_at(*level)],
                 noise: noise.clone(),
                 input_noise: Vec::new(),
                 has_stepped: false,
             };
-            let times = self.timesteps_of(&drawn)?;
-            let noisy = self.objective.noisy(&latents, &drawn)?;
-            let target = self.objective.target(&latents, &drawn)?;
+            let times = self.timesteps_of(&noise_draw)?;
+            let noisy = self.objective.noisy(&latents, &noise_draw)?;
+            let target = self.objective.target(&latents, &noise_draw)?;
             let predicted = model.predict(&noisy, &times, &conditioning)?;
             losses.push(mean_squared_error(&predicted, &target)?);
         }

@@ -84,7 +84,7 @@ impl Family {
                 };
                 let batch = MicroBatch {
                     latents: vec![row("latents")],
-                    drawn: NoiseDraw {
+                    noise_draw: NoiseDraw {
                         timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                         noise: vec![row("noise")],
                         input_noise: Vec::new(),

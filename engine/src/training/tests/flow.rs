@@ -76,14 +76,17 @@ fn draws_match_the_documented_python() {
             image_tokens: TOKENS,
             ..DrawInputs::new(&latents)
         };
-        let drawn = objective.draw(&mut generator, &inputs).unwrap();
+        let noise_draw = objective.draw(&mut generator, &inputs).unwrap();
         let expected: Vec<f32> = serde_json::from_value(case["timesteps"].clone()).unwrap();
-        for (ours, theirs) in drawn.timesteps.iter().zip(&expected) {
+        for (ours, theirs) in noise_draw.timesteps.iter().zip(&expected) {
             assert!((ours - theirs).abs() < 1e-3, "case {number}: {ours} {theirs}");
         }
-        assert_eq!(drawn.timesteps.len(), expected.len());
+        assert_eq!(noise_draw.timesteps.len(), expected.len());
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let (ours, theirs) = (numbers(&drawn.noise[0]), numbers(&noises[&format!("noise.{number}")]));
+        let (ours, theirs) = (
+            numbers(&noise_draw.noise[0]),
+            numbers(&noises[&format!("noise.{number}")]),
+        );
         assert!(
             ours.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-6),
             "case {number}"
@@ -100,15 +103,15 @@ fn the_velocity_leads_from_the_image_to_the_noise() {
         noise: NoiseOptions::default(),
     };
     let latents = [Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap()];
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: vec![0.0, 250.0],
         noise: vec![Tensor::new(&[[9f32, 9.0], [7.0, -4.0]], &Device::Cpu).unwrap()],
         input_noise: Vec::new(),
         has_stepped: false,
     };
-    let noisy = objective.noisy(&latents, &drawn).unwrap().remove(0);
+    let noisy = objective.noisy(&latents, &noise_draw).unwrap().remove(0);
     assert_eq!(noisy.to_vec2::<f32>().unwrap(), [[1.0, 2.0], [4.0, 2.0]]);
-    let target = objective.target(&latents, &drawn).unwrap().remove(0);
+    let target = objective.target(&latents, &noise_draw).unwrap().remove(0);
     assert_eq!(target.to_vec2::<f32>().unwrap(), [[8.0, 7.0], [4.0, -8.0]]);
     assert!(objective.loss_weight(500.0).unwrap() > objective.loss_weight(900.0).unwrap());
 }
@@ -127,14 +130,14 @@ fn noisy_latents_after_a_step_are_where_it_arrived() {
     };
     let tensor = |values: [f32; 2]| [Tensor::new(&[values], &Device::Cpu).unwrap()];
     let (latents, predicted) = (tensor([2.0, 4.0]), tensor([8.0, -8.0]));
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: vec![750.0],
         noise: tensor([6.0, 0.0]).to_vec(),
         input_noise: Vec::new(),
         has_stepped: false,
     };
-    let noisy = noisy_latents(&objective, &options, &latents, &drawn).unwrap();
-    let stepped = step_to(&latents, &noisy, &predicted, &drawn, vec![500.0]).unwrap();
+    let noisy = noisy_latents(&objective, &options, &latents, &noise_draw).unwrap();
+    let stepped = step_to(&latents, &noisy, &predicted, &noise_draw, vec![500.0]).unwrap();
     let [found] = &noisy_latents(&objective, &options, &latents, &stepped).unwrap()[..] else {
         panic!("one tensor");
     };

@@ -105,7 +105,7 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
         let forward = || -> Result<Tensor> {
             let batch = MicroBatch {
                 latents: vec![row("latents")],
-                drawn: NoiseDraw {
+                noise_draw: NoiseDraw {
                     timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                     noise: vec![row("noise")],
                     input_noise: Vec::new(),
@@ -232,18 +232,18 @@ fn kontext_matches_the_reference() {
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
     let texts = row("captions", 0).to_vec1::<i64>().unwrap();
     let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: row("timesteps", 0).to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
         noise: vec![row("noise", 0)],
         input_noise: Vec::new(),
         has_stepped: false,
     };
-    let noisy = OBJECTIVE().noisy(&[row("latents", 0)], &drawn).unwrap();
+    let noisy = OBJECTIVE().noisy(&[row("latents", 0)], &noise_draw).unwrap();
     let conditioning = ConditioningCache::encode(&texts, &model).unwrap();
     let control = row("latents", KONTEXT_STEPS.control_shift().unwrap());
     let with_control = model.with_control(conditioning.clone(), &[control]).unwrap();
     let predict = |conditioning| {
-        let times = Tensor::new(drawn.timesteps.clone(), &Device::Cpu).unwrap();
+        let times = Tensor::new(noise_draw.timesteps.clone(), &Device::Cpu).unwrap();
         model.predict(&noisy, &times, conditioning).unwrap().remove(0)
     };
     let expected = &KONTEXT_STEPS.tensors("parity_some_layers")["prediction"];

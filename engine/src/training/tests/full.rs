@@ -90,7 +90,7 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
         let forward = || {
             let batch = MicroBatch {
                 latents: vec![row("latents")],
-                drawn: NoiseDraw {
+                noise_draw: NoiseDraw {
                     timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
                     noise: vec![row("noise")],
                     input_noise: Vec::new(),

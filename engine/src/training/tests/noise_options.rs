@@ -46,8 +46,8 @@ fn multires_and_input_noise_match_the_reference() {
             .collect();
         let latents = [Tensor::from_vec::<_, f32>(values, dims, &Device::Cpu).unwrap()];
         let mut generator = generator_from_text(case["generator"].as_str().unwrap());
-        let drawn = draw(&options(case), &mut generator, &DrawInputs::new(&latents)).unwrap();
-        let times: Vec<f64> = drawn.timesteps.iter().map(|t| f64::from(*t)).collect();
+        let noise_draw = draw(&options(case), &mut generator, &DrawInputs::new(&latents)).unwrap();
+        let times: Vec<f64> = noise_draw.timesteps.iter().map(|t| f64::from(*t)).collect();
         assert_eq!(times, numbers(&case["timesteps"]));
         let close = |found: &Tensor, expected: &Value| {
             let found: Vec<f32> = found.flatten_all().unwrap().to_vec1().unwrap();
@@ -59,9 +59,9 @@ fn multires_and_input_noise_match_the_reference() {
                 );
             }
         };
-        close(&drawn.noise[0], &case["noise"]);
-        assert_eq!(drawn.input_noise.is_empty(), case["gamma"] == 0);
-        if let Some(more) = drawn.input_noise.first() {
+        close(&noise_draw.noise[0], &case["noise"]);
+        assert_eq!(noise_draw.input_noise.is_empty(), case["gamma"] == 0);
+        if let Some(more) = noise_draw.input_noise.first() {
             close(more, &case["input_noise"]);
         }
     }
@@ -138,16 +138,16 @@ fn input_noise_is_not_in_the_target() {
     let objectives: [&dyn Objective; 2] = [&flow, &diffusion];
     for objective in objectives {
         let latents = [Tensor::randn(0f32, 1.0, (2, 4, 6, 6), &Device::Cpu).unwrap()];
-        let drawn = objective
+        let noise_draw = objective
             .draw(&mut generator_from_text("input"), &DrawInputs::new(&latents))
             .unwrap();
-        let mut plain = drawn.clone();
+        let mut plain = noise_draw.clone();
         plain.input_noise.clear();
         let values = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let [with, without] =
-            [&drawn, &plain].map(|drawn| noisy_latents(objective, &LossOptions::default(), &latents, drawn).unwrap());
+        let [with, without] = [&noise_draw, &plain]
+            .map(|noise_draw| noisy_latents(objective, &LossOptions::default(), &latents, noise_draw).unwrap());
         assert_ne!(values(&with[0]), values(&without[0]));
-        let [target, same] = [&drawn, &plain].map(|drawn| objective.target(&latents, drawn).unwrap());
+        let [target, same] = [&noise_draw, &plain].map(|noise_draw| objective.target(&latents, noise_draw).unwrap());
         assert_eq!(values(&target[0]), values(&same[0]));
     }
 }

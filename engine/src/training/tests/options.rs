@@ -99,7 +99,7 @@ fn losses_match_the_reference() {
         let of_base = case["base"].as_str();
         let batch = MicroBatch {
             latents: vec![latents],
-            drawn: NoiseDraw {
+            noise_draw: NoiseDraw {
                 timesteps: numbers(&case["timesteps"]).iter().map(|t| *t as f32).collect(),
                 noise: vec![noise],
                 input_noise: Vec::new(),

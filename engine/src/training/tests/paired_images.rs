@@ -24,14 +24,14 @@ fn numbers(guidance: GuidanceType, target: Target, is_masked: bool) -> [f64; 4] 
     let [x, y, noise, images, pairs, base] = std::array::from_fn(|_| randn());
     let mask = Tensor::from_vec(generator.rand(60), (2, 1, 5, 6), &Device::Cpu).unwrap();
     let [images, pairs] = [images, pairs].map(|tensor| Var::from_tensor(&tensor).unwrap());
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: vec![300.0, 812.0],
         noise: vec![noise],
         input_noise: Vec::new(),
         has_stepped: false,
     };
     let latents = [vec![x], vec![y]];
-    let draws = paired_noise(guidance, &latents, &drawn).unwrap();
+    let draws = paired_noise(guidance, &latents, &noise_draw).unwrap();
     let of_side = |side: usize| match target {
         Target::Noise => draws[side].noise.clone(),
         Target::Velocity => vec![(&draws[side].noise[0] - &latents[side][0]).unwrap()],

@@ -66,7 +66,7 @@ fn five_steps_of((variant, folder): Tiny, dtype: DType, checkpointing: Checkpoin
         let sizes = [ItemSize::whole(640, 352), ItemSize::whole(1001, 77)];
         let batch = MicroBatch {
             latents: vec![latents],
-            drawn: NoiseDraw {
+            noise_draw: NoiseDraw {
                 timesteps: vec![417.0, 30.0],
                 noise: vec![noise],
                 input_noise: Vec::new(),

@@ -73,7 +73,7 @@ impl Case {
         let [prediction, latents, noise, base, unaugmented] = std::array::from_fn(|_| randn(&mut generator));
         let mask = Tensor::from_vec(generator.rand(60), (2, 1, 5, 6), &Device::Cpu).unwrap();
         let prediction = Var::from_tensor(&prediction).unwrap();
-        let drawn = NoiseDraw {
+        let noise_draw = NoiseDraw {
             timesteps: self.timesteps.to_vec(),
             noise: vec![noise],
             input_noise: Vec::new(),
@@ -91,12 +91,12 @@ impl Case {
                 corrects_norm,
                 unaugmented: self.unaugmented.then(|| vec![unaugmented]),
                 stepped_levels: match self.options.stepped {
-                    true => self.objective.stepped_levels(&drawn, 0).unwrap(),
+                    true => self.objective.stepped_levels(&noise_draw, 0).unwrap(),
                     false => Vec::new(),
                 },
                 ..LossInputs::default()
             },
-            drawn,
+            noise_draw,
         };
         let predict = |_: &[Tensor], _: &Tensor, _: &Conditioning| Ok(vec![prediction.as_tensor().clone()]);
         let (value, gradients) = gradients(|| loss(&predict, &*self.objective, &self.options, &batch)).unwrap();
@@ -241,7 +241,7 @@ fn without_options_the_loss_of_the_image_is_that_of_the_noise() {
 #[test]
 fn models_that_predict_the_velocity_of_diffusion_have_no_source() {
     let x = Tensor::ones(SHAPE, candle_core::DType::F32, &Device::Cpu).unwrap();
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: vec![3.0, 4.0],
         noise: vec![x.clone()],
         input_noise: Vec::new(),
@@ -249,24 +249,30 @@ fn models_that_predict_the_velocity_of_diffusion_have_no_source() {
     };
     assert!(
         diffusion(PredictionType::VPrediction)
-            .predict_x0_and_weights(&x, &x, &drawn)
+            .predict_x0_and_weights(&x, &x, &noise_draw)
             .is_err()
     );
-    assert!(diffusion(PredictionType::Epsilon).stepped_levels(&drawn, 0).is_err());
+    assert!(
+        diffusion(PredictionType::Epsilon)
+            .stepped_levels(&noise_draw, 0)
+            .is_err()
+    );
     // The last entries of a table step to its end, those of a sampler to no noise at all.
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: vec![1000.0, 7.5],
-        ..drawn
+        ..noise_draw
     };
     assert_eq!(
-        flow(FlowTimesteps::Sigmoid(1.0)).stepped_levels(&drawn, 0).unwrap(),
+        flow(FlowTimesteps::Sigmoid(1.0))
+            .stepped_levels(&noise_draw, 0)
+            .unwrap(),
         [0.95, 0.001]
     );
-    let drawn = NoiseDraw {
+    let noise_draw = NoiseDraw {
         timesteps: table_entries().to_vec(),
-        ..drawn
+        ..noise_draw
     };
-    let levels = shifted().stepped_levels(&drawn, 0).unwrap();
+    let levels = shifted().stepped_levels(&noise_draw, 0).unwrap();
     assert!((levels[0] - 0.9445676).abs() < 1e-6 && levels[1] == 0.0, "{levels:?}");
 }
 

@@ -50,7 +50,7 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
         let forward = || -> Result<Tensor> {
             let batch = MicroBatch {
                 latents: vec![row("latents")],
-                drawn: NoiseDraw {
+                noise_draw: NoiseDraw {
                     timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                     noise: vec![row("noise")],
                     input_noise: Vec::new(),

@@ -16,8 +16,8 @@ use candle_core::Tensor;
 pub(super) fn micro_batch(config: &SliderConfig, run: &mut Run<'_>, at: MicroBatchNumber) -> Result<()> {
     let batch = run.draw_batch(at.step, at.micro)?;
     let (sizes, count) = (run.sizes_of(&batch), batch.prompts.captions.len());
-    let noisy = run.slider_noisy(&batch.inputs.latents, &batch.drawn)?;
-    let timesteps = run.timesteps_of(&batch.drawn)?;
+    let noisy = run.slider_noisy(&batch.inputs.latents, &batch.noise_draw)?;
+    let timesteps = run.timesteps_of(&batch.noise_draw)?;
     let mut predicted = |prompt: &str| {
         let conditioning = run.slider_conditioning(&vec![prompt.to_owned(); count], &sizes)?;
         let base = run.base_prediction(&noisy, &timesteps, &conditioning)?;

@@ -41,9 +41,9 @@ pub(super) fn micro_batch(
     let negatives = negatives.ok_or_else(|| EngineError::Internal("an image pair has no negative image".into()))?;
     let sizes = run.sizes_of(&batch);
     let conditioning = run.slider_conditioning(&batch.prompts.captions, &sizes)?;
-    let timesteps = run.timesteps_of(&batch.drawn)?;
+    let timesteps = run.timesteps_of(&batch.noise_draw)?;
     let item_weights = batch
-        .drawn
+        .noise_draw
         .timesteps
         .iter()
         .map(|t| Ok(run.objective.loss_weight(*t)? as f32));
@@ -54,21 +54,21 @@ pub(super) fn micro_batch(
     };
     let (mut passes, mut noisy_sides) = (Vec::new(), Vec::new());
     for (latents, strength) in [(batch.inputs.latents.clone(), positive), (vec![negatives], negative)] {
-        let noisy = run.slider_noisy(&latents, &batch.drawn)?;
+        let noisy = run.slider_noisy(&latents, &batch.noise_draw)?;
         passes.push(Pass {
             strength,
             conditioning: conditioning.clone(),
             noisy: noisy.clone(),
             timesteps: timesteps.clone(),
             target: SliderTarget {
-                prediction: run.objective.target(&latents, &batch.drawn)?,
+                prediction: run.objective.target(&latents, &batch.noise_draw)?,
                 weight: 0.5 * weight * image_weight,
             },
             item_weights: item_weights.clone(),
         });
         noisy_sides.push(NoisyLatents {
             latents: noisy,
-            timesteps: batch.drawn.timesteps.clone(),
+            timesteps: batch.noise_draw.timesteps.clone(),
             sizes: sizes.clone(),
         });
     }

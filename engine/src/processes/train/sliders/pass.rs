@@ -46,15 +46,15 @@ impl Run<'_> {
     pub(super) fn noisy_images(&mut self, at: MicroBatchNumber) -> Result<NoisyLatents> {
         let batch = self.draw_batch(at.step, at.micro)?;
         Ok(NoisyLatents {
-            latents: self.slider_noisy(&batch.inputs.latents, &batch.drawn)?,
-            timesteps: batch.drawn.timesteps.clone(),
+            latents: self.slider_noisy(&batch.inputs.latents, &batch.noise_draw)?,
+            timesteps: batch.noise_draw.timesteps.clone(),
             sizes: self.sizes_of(&batch),
         })
     }
 
     /// Latents with the noise of a draw.
-    pub(super) fn slider_noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
-        noisy_latents(&*self.objective, &LossOptions::default(), latents, drawn)
+    pub(super) fn slider_noisy(&self, latents: &[Tensor], noise_draw: &NoiseDraw) -> Result<Vec<Tensor>> {
+        noisy_latents(&*self.objective, &LossOptions::default(), latents, noise_draw)
     }
 
     /// The handle of the adapter that is trained.
