@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The outputs that a user asks a running training for: it makes them after the step that it computes, and goes on.
+/// The outputs that a user asks a running training for: it makes them after its current step, and goes on.
 ///
 /// As JSON this is a line from a worker daemon to the child process of an attempt; see [`crate::attempt`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -170,7 +170,7 @@ pub enum Command {
     Pause(PauseArgs),
     /// Save a running training now, without stopping it
     #[command(
-        long_about = "Save a running training now, without stopping it.\n\nAfter the step that it computes, the training writes a \
+        long_about = "Save a running training now, without stopping it.\n\nAfter its current step, the training writes a \
                       checkpoint and a save, named by its step, as `save_every` does, and goes on; the results are the same as \
                       without. The save counts for max_step_saves_to_keep. The command returns as soon as the request is on its \
                       way: `aitk logs` says when it is done, `aitk artifacts ls` lists the file. A second request before that \
@@ -180,7 +180,7 @@ pub enum Command {
     Save(SaveArgs),
     /// Make the samples of a running training now
     #[command(
-        long_about = "Make the samples of a running training now.\n\nAfter the step that it computes, the training makes the \
+        long_about = "Make the samples of a running training now.\n\nAfter its current step, the training makes the \
                       samples of its config, named by its step, as `sample_every` does, and goes on; the results are the same \
                       as without. The command returns as soon as the request is on its way: `aitk logs` says when it is done, \
                       `aitk artifacts ls` lists the files. A second request before that changes nothing, and a request is lost if \
@@ -232,8 +232,8 @@ pub enum Command {
     #[command(
         long_about = "Import a config of sd-scripts (TOML, as --config_file takes it) or a preset of the kohya GUI (JSON), and print \
                      the YAML that it becomes.\n\nrun, submit, validate and fit take such a file directly. Notes about options that are \
-                     ignored or have a slightly other effect go to standard error. An option that would change the result, and that aitk \
-                     has nothing like, is an error. `aitk help sd-scripts` says what becomes of each option."
+                     ignored or have a slightly other effect go to standard error. An option that would change the result, and for which aitk \
+                     has no counterpart, is an error. `aitk help sd-scripts` says what becomes of each option."
     )]
     Import(ImportArgs),
     /// Convert a LoRA file to the names of another program

@@ -27,7 +27,7 @@ that it writes into the output folder when a training starts.
 | if | then |
 |---|---|
 | the options and the model do not say which script the config is for | an error says so; name it: `aitk run config.toml --script sdxl_train_network`, so with import, validate, fit and submit too |
-| an option changes the result, and aitk has nothing like it | an error names the option, its line and the reason. Remove it, or choose another value, in a copy of the file |
+| an option changes the result, and aitk has no counterpart of it | an error names the option, its line and the reason. Remove it, or choose another value, in a copy of the file |
 | an option is ignored, or has a slightly other effect | a note |
 | an option is unknown, or is set twice, or contradicts another | an error |
 | `max_train_epochs`, `save_every_n_epochs`, `sample_every_n_epochs` or `validation_split` is set | the images are counted, so that their folders must be on this machine |

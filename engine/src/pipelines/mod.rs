@@ -119,9 +119,8 @@ impl<'a> Pipeline<'a> {
     }
 
     /// Generates images from images. `strength` (0 to 1): how much of them is replaced; if that is less than a step, the images
-    /// are returned as they are. `images`: one for all prompts,
-    /// or one per prompt, all of one size; a size that is not a multiple of 8 is rounded down. `None`: `on_step`
-    /// returned `false`.
+    /// are returned as they are. `images`: one for all prompts, or one per prompt, all of one size; a size that is not a
+    /// multiple of 8 is rounded down. `None`: `on_step` returned `false`.
     ///
     /// # Errors
     /// As [`Pipeline::text_to_image`], or a strength that is not within 0 and 1.

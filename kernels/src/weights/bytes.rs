@@ -86,6 +86,10 @@ impl FileReader {
 
     /// Asks the system to read bytes into its page cache. Where it cannot, they are read when they are needed.
     pub(super) fn read_ahead(&self, start: usize, count: usize) {
+        // To the system, a length of 0 means the rest of the file.
+        if count == 0 {
+            return;
+        }
         #[cfg(target_os = "linux")]
         let _ = rustix::fs::fadvise(
             &self.file,
