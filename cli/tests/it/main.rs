@@ -7,6 +7,7 @@ mod client;
 mod clone;
 #[cfg(feature = "embedded")]
 mod coordinator;
+mod doc_links;
 #[cfg(feature = "embedded")]
 mod doctor;
 #[cfg(feature = "embedded")]
