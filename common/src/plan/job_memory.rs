@@ -23,7 +23,7 @@ use super::shapes::ModelShapes;
 use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, MagnitudeSide, StoredFractions, WeightTotals,
 };
-use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
+use super::walk::{Backend, Denoiser, Form, LanguageEncoder, MetaTensor, TextEncoder, Vae, Walk};
 use crate::job::lokr::LokrSplits;
 use crate::job::lora_containers::target_classes;
 use crate::job::network::LOKR_FULL_RANK;
@@ -602,7 +602,7 @@ impl<'a> Job<'a> {
         walk.peak()
     }
 
-    fn latents(&self, walk: &Walk, model: &Model, [height, width]: [f64; 2], batch: f64) -> Shaped {
+    fn latents(&self, walk: &Walk, model: &Model, [height, width]: [f64; 2], batch: f64) -> MetaTensor {
         let scale = model.vae.scale();
         let channels = f64::from(self.shapes.vae.latent_channels);
         walk.tensor(

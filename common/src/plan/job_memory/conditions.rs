@@ -3,7 +3,7 @@
 use super::{CAPTION_TOKENS, Job, Model};
 use crate::plan::json::{flag, number, text};
 use crate::plan::shapes::TransformerKind;
-use crate::plan::walk::{Backend, Conditions, Shaped, Walk};
+use crate::plan::walk::{Backend, Conditions, MetaTensor, Walk};
 
 /// CLIP's tokens before those of T5, in Stable Diffusion 3.5.
 const CLIP_TOKENS: f64 = 77.0;
@@ -62,7 +62,7 @@ impl Job<'_> {
     }
 
     /// The conditions of `batch` items, encoded before.
-    pub(super) fn conditions(&self, walk: &Walk, batch: f64, latents: &Shaped, prompt_tokens: f64) -> Conditions {
+    pub(super) fn conditions(&self, walk: &Walk, batch: f64, latents: &MetaTensor, prompt_tokens: f64) -> Conditions {
         let (tokens, features) = self.context_size();
         let context = walk.tensor([batch, tokens, features, 1.0], false);
         self.with_text(walk, context, None, latents, prompt_tokens)
@@ -71,9 +71,9 @@ impl Job<'_> {
     fn with_text(
         &self,
         walk: &Walk,
-        context: Shaped,
-        pooled: Option<Shaped>,
-        latents: &Shaped,
+        context: MetaTensor,
+        pooled: Option<MetaTensor>,
+        latents: &MetaTensor,
         prompt_tokens: f64,
     ) -> Conditions {
         let [batch, ..] = context.dims();
@@ -111,7 +111,7 @@ impl Job<'_> {
         &self,
         walk: &Walk,
         model: &Model,
-        (latents, captions): (&Shaped, f64),
+        (latents, captions): (&MetaTensor, f64),
         checkpointed: bool,
     ) -> Conditions {
         let [batch, ..] = latents.dims();
@@ -123,7 +123,7 @@ impl Job<'_> {
                 self.masks_padding(),
             )
         });
-        let mut of_clip: Option<Shaped> = None;
+        let mut of_clip: Option<MetaTensor> = None;
         let blocks = self.token_blocks();
         for encoder in &model.text {
             let Some(mut text) = encoder.forward(walk, captions * blocks, checkpointed, self.family.penultimate) else {
@@ -140,7 +140,7 @@ impl Job<'_> {
         }
         let (tokens, features) = self.context_size();
         let dims = [batch, tokens, features, 1.0];
-        let with_negatives = |text: Shaped| match captions < batch {
+        let with_negatives = |text: MetaTensor| match captions < batch {
             true => {
                 let [_, tokens, features, last] = text.dims();
                 let negatives = walk.tensor(text.dims(), false);
@@ -148,7 +148,7 @@ impl Job<'_> {
             }
             false => text,
         };
-        let whole = |text: Option<Shaped>| text.map_or_else(|| walk.tensor(dims, false), with_negatives);
+        let whole = |text: Option<MetaTensor>| text.map_or_else(|| walk.tensor(dims, false), with_negatives);
         match self.shapes.transformer.kind {
             TransformerKind::None => self.with_text(walk, whole(of_clip), None, latents, CAPTION_TOKENS),
             TransformerKind::Flux => {

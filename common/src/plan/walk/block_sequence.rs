@@ -1,6 +1,6 @@
 //! Runs the blocks of a model, with or without gradient checkpointing, as `kernels/src/checkpointing`.
 
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::Walk;
 use std::rc::Rc;
 
@@ -8,7 +8,7 @@ use std::rc::Rc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Value(usize);
 
-type Forward = dyn Fn(&Walk, &[Shaped]) -> Vec<Shaped>;
+type Forward = dyn Fn(&Walk, &[MetaTensor]) -> Vec<MetaTensor>;
 
 struct Block {
     inputs: Vec<Value>,
@@ -19,17 +19,21 @@ struct Block {
 /// The blocks of a model, in execution order.
 #[derive(Default)]
 pub(super) struct BlockSequence {
-    values: Vec<Option<Shaped>>,
+    values: Vec<Option<MetaTensor>>,
     blocks: Vec<Block>,
 }
 
 impl BlockSequence {
-    pub(super) fn input(&mut self, tensor: Shaped) -> Value {
+    pub(super) fn input(&mut self, tensor: MetaTensor) -> Value {
         self.values.push(Some(tensor));
         Value(self.values.len() - 1)
     }
 
-    pub(super) fn add(&mut self, inputs: &[Value], forward: impl Fn(&Walk, &[Shaped]) -> Shaped + 'static) -> Value {
+    pub(super) fn add(
+        &mut self,
+        inputs: &[Value],
+        forward: impl Fn(&Walk, &[MetaTensor]) -> MetaTensor + 'static,
+    ) -> Value {
         let [output] = self.add_with_outputs(inputs, move |walk, inputs| vec![forward(walk, inputs)]);
         output
     }
@@ -38,7 +42,7 @@ impl BlockSequence {
     pub(super) fn add_with_outputs<const N: usize>(
         &mut self,
         inputs: &[Value],
-        forward: impl Fn(&Walk, &[Shaped]) -> Vec<Shaped> + 'static,
+        forward: impl Fn(&Walk, &[MetaTensor]) -> Vec<MetaTensor> + 'static,
     ) -> [Value; N] {
         let outputs = std::array::from_fn(|_| {
             self.values.push(None);
@@ -53,7 +57,7 @@ impl BlockSequence {
     }
 
     /// Runs all blocks. Each tensor is freed after the last block that reads it.
-    pub(super) fn run(mut self, walk: &Walk, checkpointed: bool, result: Value) -> Option<Shaped> {
+    pub(super) fn run(mut self, walk: &Walk, checkpointed: bool, result: Value) -> Option<MetaTensor> {
         let mut last_use_of = vec![0; self.values.len()];
         for (index, block) in self.blocks.iter().enumerate() {
             for value in &block.inputs {
@@ -63,7 +67,7 @@ impl BlockSequence {
         last_use_of[result.0] = usize::MAX;
         for (index, block) in std::mem::take(&mut self.blocks).into_iter().enumerate() {
             let inputs = block.inputs.iter().map(|value| self.values[value.0].clone());
-            let inputs: Vec<Shaped> = inputs.collect::<Option<_>>()?;
+            let inputs: Vec<MetaTensor> = inputs.collect::<Option<_>>()?;
             let forward = block.forward;
             let outputs = match checkpointed {
                 true => walk.checkpoint(inputs, move |walk, inputs| forward(walk, inputs)),

@@ -5,7 +5,7 @@ use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::flux::{DoubleStreams, SingleStream, Sizes};
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::mmdit::{Embedder, plain_norm};
 use super::norm::Norm;
 use super::tape::Walk;
@@ -22,12 +22,12 @@ const VECTORS: [f64; 3] = [12.0, 3.0, 2.0];
 const STREAM_VECTORS: usize = 6;
 
 /// These many of the modulation vectors, each [batch, 1, features].
-fn rows(walk: &Walk, vectors: &Shaped, count: usize) -> Vec<Shaped> {
+fn rows(walk: &Walk, vectors: &MetaTensor, count: usize) -> Vec<MetaTensor> {
     (0..count).map(|_| walk.narrow(vectors, 1, 1.0)).collect()
 }
 
 /// x, normalised and modulated.
-fn modulated(walk: &Walk, x: &Shaped, vectors: &[Shaped]) -> Shaped {
+fn modulated(walk: &Walk, x: &MetaTensor, vectors: &[MetaTensor]) -> MetaTensor {
     match vectors {
         [shift, scale, ..] => walk.modulate(&plain_norm(walk, x), scale, shift),
         _ => x.clone(),
@@ -64,7 +64,7 @@ impl Approximator {
     }
 
     /// The vectors, [batch, vectors, features].
-    fn forward(&self, walk: &Walk, batch: f64) -> Shaped {
+    fn forward(&self, walk: &Walk, batch: f64) -> MetaTensor {
         let inputs = walk.tensor([batch, self.vectors, APPROXIMATOR_INPUTS, 1.0], false);
         let mut x = walk.linear(&self.in_proj, &inputs);
         for (layer, norm) in self.layers.iter().zip(&self.norms) {
@@ -78,7 +78,12 @@ impl Approximator {
 struct DoubleBlock(DoubleStreams);
 
 impl DoubleBlock {
-    fn forward(&self, walk: &Walk, [x, text, vectors]: [&Shaped; 3], (rotary, masked): (&Rotary, bool)) -> Vec<Shaped> {
+    fn forward(
+        &self,
+        walk: &Walk,
+        [x, text, vectors]: [&MetaTensor; 3],
+        (rotary, masked): (&Rotary, bool),
+    ) -> Vec<MetaTensor> {
         let image_vectors = rows(walk, vectors, STREAM_VECTORS);
         let h = modulated(walk, x, &image_vectors);
         let text_vectors = rows(walk, vectors, STREAM_VECTORS);
@@ -93,7 +98,13 @@ impl DoubleBlock {
 struct SingleBlock(SingleStream);
 
 impl SingleBlock {
-    fn forward(&self, walk: &Walk, x: &Shaped, vectors: &Shaped, (rotary, masked): (&Rotary, bool)) -> Shaped {
+    fn forward(
+        &self,
+        walk: &Walk,
+        x: &MetaTensor,
+        vectors: &MetaTensor,
+        (rotary, masked): (&Rotary, bool),
+    ) -> MetaTensor {
         let vectors = rows(walk, vectors, 3);
         let h = modulated(walk, x, &vectors);
         let y = match vectors.last() {
@@ -146,10 +157,10 @@ impl Chroma {
     pub(super) fn forward(
         &self,
         walk: &Walk,
-        latents: &Shaped,
+        latents: &MetaTensor,
         conditions: &Conditions,
         checkpointed: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let batch = latents.dims[0];
         let vectors = self.approximator.forward(walk, batch);
         let image_tokens = latents.dims[2] * latents.dims[3] / 4.0;

@@ -3,7 +3,7 @@
 use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions};
@@ -90,7 +90,7 @@ impl TextEncoder {
         batch: f64,
         checkpointed: bool,
         penultimate: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let dims = [batch, self.positions, self.width, 1.0];
         let x = walk.tensor(dims, self.trained_table.is_some() && walk.is_recording());
         if let Some((elements, id)) = self.trained_table.filter(|_| x.tracked) {
@@ -119,7 +119,7 @@ impl TextEncoder {
 }
 
 impl TextLayer {
-    fn forward(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
         let [norm1, norm2] = self.norms;
         let [to_q, to_k, to_v, to_out] = &self.attention;
         let [fc1, fc2] = &self.mlp;

@@ -1,14 +1,14 @@
 //! What denoisers are conditioned on.
 
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 
 /// What a denoiser is conditioned on besides the timestep.
 #[derive(Clone)]
 pub(in crate::plan) struct Conditions {
     /// The encoded text, [batch, tokens, features].
-    pub(in crate::plan) text: Shaped,
+    pub(in crate::plan) text: MetaTensor,
     /// The pooled text, [batch, 1, features].
-    pub(in crate::plan) pooled: Option<Shaped>,
+    pub(in crate::plan) pooled: Option<MetaTensor>,
     /// Tokens of the prompt, where fewer than those of the encoded text are used.
     pub(in crate::plan) prompt_tokens: f64,
     /// Whether no token attends to the padding of the text: prompts of a batch have masks. FLUX.1, Chroma.

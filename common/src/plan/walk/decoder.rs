@@ -4,7 +4,7 @@
 use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::layers::{Layer, Unpacking};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions, NormActivation};
@@ -74,7 +74,7 @@ pub(in crate::plan) struct DecoderRows {
 }
 
 /// The gradient of a table that is the output layer too: that of the loss waits for that of the lookup.
-type SharedGradient = Rc<RefCell<Option<Shaped>>>;
+type SharedGradient = Rc<RefCell<Option<MetaTensor>>>;
 
 impl Decoder {
     /// `stored_table`: bytes of a number of the tables if they stay as they are stored. `None`: they are in the dtype of the arithmetic.
@@ -132,13 +132,13 @@ impl Decoder {
     }
 
     /// The states of all tokens after the final norm, without a backward pass.
-    pub(in crate::plan) fn forward(&self, walk: &Walk, rows: DecoderRows) -> Option<Shaped> {
+    pub(in crate::plan) fn forward(&self, walk: &Walk, rows: DecoderRows) -> Option<MetaTensor> {
         let layout = Rc::new(self.layout(walk, rows));
         self.hidden(walk, rows, &layout, false, &SharedGradient::default())
     }
 
     /// The logits of this many tokens, of which a generation has two copies.
-    pub(in crate::plan) fn logits(&self, walk: &Walk, tokens: f64) -> [Shaped; 2] {
+    pub(in crate::plan) fn logits(&self, walk: &Walk, tokens: f64) -> [MetaTensor; 2] {
         let (vocabulary, width) = (f64::from(self.shapes.vocabulary), f64::from(self.shapes.width));
         let hidden = walk.tensor([tokens, 1.0, width, 1.0], false);
         let logits = match &self.output {
@@ -160,7 +160,7 @@ impl Decoder {
         layout: &Rc<Layout>,
         checkpointed: bool,
         shared: &SharedGradient,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let DecoderRows {
             rows: batch,
             tokens,
@@ -204,7 +204,7 @@ impl Decoder {
     }
 
     /// The vectors of tokens [batch, tokens], with those of their positions.
-    fn embed(&self, walk: &Walk, [batch, tokens]: [f64; 2], shared: &SharedGradient) -> Shaped {
+    fn embed(&self, walk: &Walk, [batch, tokens]: [f64; 2], shared: &SharedGradient) -> MetaTensor {
         let dims = [batch, tokens, f64::from(self.shapes.width), 1.0];
         let lookup = |table: &Table, shared: Option<SharedGradient>| {
             let x = walk.tensor(dims, table.is_trained && walk.is_recording());
@@ -240,7 +240,7 @@ impl Decoder {
     }
 
     /// The loss of the next token of every token.
-    fn loss(&self, walk: &Walk, hidden: &Shaped, shared: &SharedGradient) -> Shaped {
+    fn loss(&self, walk: &Walk, hidden: &MetaTensor, shared: &SharedGradient) -> MetaTensor {
         let (vocabulary, width) = (f64::from(self.shapes.vocabulary), f64::from(self.shapes.width));
         let elements = vocabulary * width;
         let rows = hidden.elements() / width.max(1.0);
@@ -257,7 +257,7 @@ impl Decoder {
             None => (self.tokens.is_trained, None),
             Some(output) => (output.is_trained, Some(output.trained_id(2))),
         };
-        let loss = Shaped {
+        let loss = MetaTensor {
             tracked: walk.is_recording() && (hidden.tracked || is_trained),
             ..walk.floats(1.0)
         };
@@ -300,7 +300,7 @@ const OUTPUT: &str = "lm_head";
 struct Layout {
     rotary: Option<Rotary>,
     /// The bias of the scores.
-    bias: Option<Shaped>,
+    bias: Option<MetaTensor>,
 }
 
 impl Table {
@@ -364,8 +364,8 @@ impl DecoderBlock {
     }
 
     /// `is_by_row`: each row has positions of its own.
-    fn forward(&self, walk: &Walk, x: &Shaped, layout: &Layout, is_by_row: bool) -> Shaped {
-        let norm = |norm: Norm, x: &Shaped| walk.norm(x, norm, NormActivation::None);
+    fn forward(&self, walk: &Walk, x: &MetaTensor, layout: &Layout, is_by_row: bool) -> MetaTensor {
+        let norm = |norm: Norm, x: &MetaTensor| walk.norm(x, norm, NormActivation::None);
         let [norm1, norm2] = self.norms;
         let normed = norm(norm1, x);
         let [q, k, v] = match &self.projections {
@@ -383,7 +383,7 @@ impl DecoderBlock {
             }
         };
         drop(normed);
-        let rotate = |x: &Shaped| match &layout.rotary {
+        let rotate = |x: &MetaTensor| match &layout.rotary {
             None => x.clone(),
             Some(rotary) if is_by_row => {
                 // The rows of a batch as one row, and back.
@@ -425,7 +425,7 @@ impl DecoderBlock {
 
 impl Walk {
     /// What a chunk of the logits needs: its states and its logits, and in the backward pass products of their gradients.
-    fn logits(&self, tokens: f64, vocabulary: f64, width: f64, is_backward: bool) -> Vec<Shaped> {
+    fn logits(&self, tokens: f64, vocabulary: f64, width: f64, is_backward: bool) -> Vec<MetaTensor> {
         let (states, logits) = (tokens * width, tokens * vocabulary);
         if self.backend.is_cpu() {
             let mut buffers = vec![self.floats(states), self.floats(logits)];

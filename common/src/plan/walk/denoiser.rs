@@ -4,7 +4,7 @@ use super::build::Builder;
 use super::chroma::Chroma;
 use super::conditions::Conditions;
 use super::flux::Flux;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::sd3::Sd3;
 use super::tape::Walk;
 use super::unet::UNet;
@@ -36,10 +36,10 @@ impl Denoiser {
     pub(in crate::plan) fn forward(
         &self,
         walk: &Walk,
-        latents: &Shaped,
+        latents: &MetaTensor,
         conditions: &Conditions,
         checkpointed: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         match self {
             Self::UNet(unet) => unet.forward(walk, latents, &conditions.text, checkpointed),
             Self::Chroma(chroma) => chroma.forward(walk, latents, conditions, checkpointed),

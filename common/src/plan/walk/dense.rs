@@ -3,7 +3,7 @@
 //! one product; so is that of a weight with magnitudes (`dora_wd`).
 
 use super::layers::{Adapter, AdapterForm, Layer, Unpacking};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::Walk;
 use super::tensors::ConvSizes;
 
@@ -41,7 +41,7 @@ struct AppliedChange {
 }
 
 impl AppliedChange {
-    fn new(layer: &Layer, x: &Shaped, is_linear: bool) -> Self {
+    fn new(layer: &Layer, x: &MetaTensor, is_linear: bool) -> Self {
         Self {
             x_dims: x.dims,
             output: Walk::sizes_of(layer, x, is_linear).output,
@@ -77,7 +77,7 @@ impl AppliedChange {
 }
 
 impl Walk {
-    pub(super) fn layer_with_difference(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer_with_difference(&self, layer: &Layer, x: &MetaTensor, is_linear: bool) -> MetaTensor {
         let base = Layer {
             adapter: None,
             ..layer.clone()
@@ -111,7 +111,13 @@ impl Walk {
     }
 
     /// A layer whose weight a LoHa changes.
-    pub(super) fn layer_with_hadamard(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer_with_hadamard(
+        &self,
+        layer: &Layer,
+        adapter: Adapter,
+        x: &MetaTensor,
+        is_linear: bool,
+    ) -> MetaTensor {
         let applied = AppliedChange::new(layer, x, is_linear);
         let recording = self.is_recording();
         // The engine unpacks the weight before it makes the change.
@@ -120,7 +126,7 @@ impl Walk {
         drop(unpacked);
         let weight = self.narrowed(sum, [applied.weights, 1.0, 1.0, 1.0], false);
         let product = self.dense_product(layer, &applied);
-        let y = Shaped {
+        let y = MetaTensor {
             tracked: recording,
             ..self.view(&product, applied.output, true)
         };
@@ -154,9 +160,9 @@ impl Walk {
         &self,
         layer: &Layer,
         adapter: Adapter,
-        x: &Shaped,
+        x: &MetaTensor,
         is_linear: bool,
-    ) -> Shaped {
+    ) -> MetaTensor {
         let (applied, form) = (AppliedChange::new(layer, x, is_linear), adapter.form);
         let recording = self.is_recording();
         // The second matrix of a LoKr.
@@ -173,7 +179,7 @@ impl Walk {
         drop(sum);
         let weight = self.narrowed(scaled, [applied.weights, 1.0, 1.0, 1.0], false);
         let product = self.dense_product(layer, &applied);
-        let y = Shaped {
+        let y = MetaTensor {
             tracked: recording,
             ..self.view(&product, applied.output, true)
         };
@@ -203,7 +209,7 @@ impl Walk {
                     AdapterForm::Kron(_) => 1,
                     _ => 0,
                 };
-                let others: Vec<Shaped> = (0..others).map(|_| walk.floats(applied.weights)).collect();
+                let others: Vec<MetaTensor> = (0..others).map(|_| walk.floats(applied.weights)).collect();
                 drop(others);
                 gradients.extend(trained.into_iter().map(|(id, elements)| (id, walk.floats(elements))));
                 drop((of_sum, d_weight, built));
@@ -214,7 +220,7 @@ impl Walk {
     }
 
     /// The sum of a weight and of a change that two factors make, in float32.
-    fn with_change(&self, a: &AppliedChange, form: AdapterForm, is_unpacked: bool) -> Shaped {
+    fn with_change(&self, a: &AppliedChange, form: AdapterForm, is_unpacked: bool) -> MetaTensor {
         let products = (form == AdapterForm::Hadamard).then(|| [0; 2].map(|_| self.floats(a.weights)));
         let change = self.floats(a.weights);
         drop(products);
@@ -226,7 +232,7 @@ impl Walk {
     }
 
     /// The product of an input with a tensor in the shape of the weight, and with the bias.
-    fn dense_product(&self, layer: &Layer, a: &AppliedChange) -> Shaped {
+    fn dense_product(&self, layer: &Layer, a: &AppliedChange) -> MetaTensor {
         self.meter.multiply(a.rows() * a.weights);
         let (is_linear, backend) = (a.is_linear, &self.backend);
         let product = match is_linear || backend.is_cpu() {
@@ -244,7 +250,7 @@ impl Walk {
     }
 
     /// The gradient of the tensor that the input was multiplied with, in the compute dtype, and that of the input.
-    fn dense_gradients(&self, a: &AppliedChange, x: Shaped) -> (Shaped, Vec<(u64, Shaped)>) {
+    fn dense_gradients(&self, a: &AppliedChange, x: MetaTensor) -> (MetaTensor, Vec<(u64, MetaTensor)>) {
         self.meter.multiply(2.0 * a.rows() * a.weights);
         let is_product = a.is_linear || self.backend.is_cpu();
         let d_weight = match is_product {

@@ -4,7 +4,7 @@ use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward};
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions};
@@ -21,7 +21,13 @@ struct Stream {
 
 impl Stream {
     /// `vectors`: the gate of attention, shift, scale and gate of the feed-forward.
-    fn after_attention(&self, walk: &Walk, x: &Shaped, attended: &Shaped, vectors: &[Shaped]) -> Shaped {
+    fn after_attention(
+        &self,
+        walk: &Walk,
+        x: &MetaTensor,
+        attended: &MetaTensor,
+        vectors: &[MetaTensor],
+    ) -> MetaTensor {
         let [gate_attention, shift, scale, gate] = vectors else {
             return x.clone();
         };
@@ -69,11 +75,11 @@ impl DoubleStreams {
     pub(super) fn forward(
         &self,
         walk: &Walk,
-        [x, text]: [&Shaped; 2],
-        [h, h_text]: [&Shaped; 2],
-        [image_vectors, text_vectors]: [&[Shaped]; 2],
+        [x, text]: [&MetaTensor; 2],
+        [h, h_text]: [&MetaTensor; 2],
+        [image_vectors, text_vectors]: [&[MetaTensor]; 2],
         (rotary, masked): (&Rotary, bool),
-    ) -> Vec<Shaped> {
+    ) -> Vec<MetaTensor> {
         let image_qkv = self.image.attention.forward(walk, h);
         let text_qkv = self.text.attention.forward(walk, h_text);
         let joined = [0, 1, 2].map(|i: usize| walk.cat(&text_qkv[i], &image_qkv[i]));
@@ -104,7 +110,13 @@ impl DoubleBlock {
     }
 
     /// `masked`: some of the text is masked.
-    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary, masked: bool) -> Vec<Shaped> {
+    fn forward(
+        &self,
+        walk: &Walk,
+        [x, text, temb]: [&MetaTensor; 3],
+        rotary: &Rotary,
+        masked: bool,
+    ) -> Vec<MetaTensor> {
         let [image_norm, text_norm] = self.norms.as_slice() else {
             return vec![x.clone(), text.clone()];
         };
@@ -128,7 +140,7 @@ fn with_mask(options: AttentionOptions, masked: bool) -> AttentionOptions {
 }
 
 /// Attention between all tokens, with rotary embeddings.
-fn attend(walk: &Walk, [q, k, v]: &[Shaped; 3], rotary: &Rotary, options: AttentionOptions) -> Shaped {
+fn attend(walk: &Walk, [q, k, v]: &[MetaTensor; 3], rotary: &Rotary, options: AttentionOptions) -> MetaTensor {
     let (q, k) = (walk.rotate(q, rotary), walk.rotate(k, rotary));
     walk.attention(&q, &k, v, options)
 }
@@ -159,7 +171,12 @@ impl SingleStream {
     }
 
     /// `h`: x, modulated. `masked`: as of a double block.
-    pub(super) fn forward(&self, walk: &Walk, [x, h, gate]: [&Shaped; 3], (rotary, masked): (&Rotary, bool)) -> Shaped {
+    pub(super) fn forward(
+        &self,
+        walk: &Walk,
+        [x, h, gate]: [&MetaTensor; 3],
+        (rotary, masked): (&Rotary, bool),
+    ) -> MetaTensor {
         let mlp = walk.activation(&walk.linear(&self.proj_mlp, h), Activation::GeluTanh);
         let qkv = self.attention.forward(walk, h);
         let attended = attend(walk, &qkv, rotary, with_mask(self.options, masked));
@@ -185,7 +202,7 @@ impl SingleBlock {
     }
 
     /// `masked`: as of a double block.
-    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary, masked: bool) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &MetaTensor, temb: &MetaTensor, rotary: &Rotary, masked: bool) -> MetaTensor {
         let (h, [_, _, gate]) = self.norm.forward(walk, x, temb);
         let y = self.stream.forward(walk, [x, &h, &gate], (rotary, masked));
         drop(h);
@@ -260,10 +277,10 @@ impl Flux {
     pub(super) fn forward(
         &self,
         walk: &Walk,
-        latents: &Shaped,
+        latents: &MetaTensor,
         conditions: &Conditions,
         checkpointed: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let batch = latents.dims[0];
         let mut temb = self.timestep.forward_numbers(walk, batch);
         if let Some(guidance) = &self.guidance {

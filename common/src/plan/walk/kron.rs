@@ -1,7 +1,7 @@
 //! A layer with a LoKr, as `kernels/src/nn/kron.rs`: the layer, the Kronecker product as an operation of its own, and their sum.
 
 use super::layers::{KronSizes, Layer};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::Walk;
 use super::tensors::ConvSizes;
 
@@ -69,9 +69,9 @@ impl Walk {
         layer: &Layer,
         kron: KronSizes,
         drops: bool,
-        x: &Shaped,
+        x: &MetaTensor,
         is_linear: bool,
-    ) -> Shaped {
+    ) -> MetaTensor {
         let base = Layer {
             adapter: None,
             ..layer.clone()
@@ -110,14 +110,14 @@ impl Walk {
     }
 
     /// What the second matrix computes.
-    fn kron_groups(&self, a: &AppliedLokr) -> Shaped {
+    fn kron_groups(&self, a: &AppliedLokr) -> MetaTensor {
         match a.is_linear || self.backend.is_cpu() {
             true => self.floats(a.groups()),
             false => self.convolution(&a.conv(), true),
         }
     }
 
-    fn kron_forward(&self, a: &AppliedLokr) -> Shaped {
+    fn kron_forward(&self, a: &AppliedLokr) -> MetaTensor {
         self.meter.multiply(a.multiplications());
         let is_cpu = self.backend.is_cpu();
         let wide = (!is_cpu).then(|| self.widened(a.inputs()));
@@ -134,8 +134,8 @@ impl Walk {
         &self,
         a: AppliedLokr,
         layer: &Layer,
-        (x, y, sum): (&Shaped, &Shaped, &Shaped),
-        built: [Option<Shaped>; 2],
+        (x, y, sum): (&MetaTensor, &MetaTensor, &MetaTensor),
+        built: [Option<MetaTensor>; 2],
     ) {
         let (saved, y_id, y_tracked) = (x.clone(), y.id, y.tracked);
         let trained = [0, 1, 3].map(|which| layer.trained_id(which));

@@ -3,7 +3,7 @@
 use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
@@ -62,7 +62,7 @@ impl LanguageEncoder {
     }
 
     /// Encodes prompts of this many tokens. `masked`: no token attends to the padding of T5.
-    pub(in crate::plan) fn forward(&self, walk: &Walk, batch: f64, tokens: f64, masked: bool) -> Option<Shaped> {
+    pub(in crate::plan) fn forward(&self, walk: &Walk, batch: f64, tokens: f64, masked: bool) -> Option<MetaTensor> {
         let shapes = &self.shapes;
         let bias = (shapes.kind == LanguageKind::T5).then(|| {
             let elements = tokens * tokens * f64::from(shapes.heads);
@@ -164,8 +164,8 @@ impl LanguageLayer {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, rotary: Option<&Rotary>) -> Shaped {
-        let norm = |norm: Norm, x: &Shaped| walk.norm(x, norm, NormActivation::None);
+    fn forward(&self, walk: &Walk, x: &MetaTensor, rotary: Option<&Rotary>) -> MetaTensor {
+        let norm = |norm: Norm, x: &MetaTensor| walk.norm(x, norm, NormActivation::None);
         let [norm1, norm2] = self.norms;
         let [to_q, to_k, to_v, to_out] = &self.attention;
         let [to_gate, to_up, down] = &self.feed_forward;

@@ -1,6 +1,6 @@
 //! Layers and operations, as `kernels/src/nn`: what each allocates, and what it keeps for its backward pass.
 
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions, NormActivation};
@@ -134,7 +134,7 @@ impl Layer {
     }
 
     /// The part of the weight that is unpacked while the layer runs with this number of rows.
-    fn unpacked(&self, walk: &Walk, rows: f64) -> Option<Shaped> {
+    fn unpacked(&self, walk: &Walk, rows: f64) -> Option<MetaTensor> {
         let [outputs, kernel] = [self.outputs, self.kernel];
         // A few rows are multiplied with the stored form of a weight, row by row.
         let is_stored = self.unpacking == Unpacking::Blocks || self.unpacking_bytes > 0.0;
@@ -163,7 +163,7 @@ pub(super) struct Product {
 }
 
 impl Walk {
-    pub(super) fn sizes_of(layer: &Layer, x: &Shaped, is_linear: bool) -> Product {
+    pub(super) fn sizes_of(layer: &Layer, x: &MetaTensor, is_linear: bool) -> Product {
         let [batch, ..] = x.dims;
         if is_linear {
             let mut output = x.dims;
@@ -189,16 +189,16 @@ impl Walk {
     }
 
     /// A linear layer: x [batch, tokens, inputs].
-    pub(super) fn linear(&self, layer: &Layer, x: &Shaped) -> Shaped {
+    pub(super) fn linear(&self, layer: &Layer, x: &MetaTensor) -> MetaTensor {
         self.layer(layer, x, true)
     }
 
     /// A convolution: x [batch, inputs, height, width].
-    pub(super) fn conv(&self, layer: &Layer, x: &Shaped) -> Shaped {
+    pub(super) fn conv(&self, layer: &Layer, x: &MetaTensor) -> MetaTensor {
         self.layer(layer, x, false)
     }
 
-    pub(super) fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer(&self, layer: &Layer, x: &MetaTensor, is_linear: bool) -> MetaTensor {
         let x = self.contiguous(x.clone());
         if let Some(adapter) = layer.adapter {
             if adapter.core {
@@ -235,7 +235,7 @@ impl Walk {
         }
     }
 
-    fn layer_forward(&self, layer: &Layer, product: &Product, tracked: bool) -> Shaped {
+    fn layer_forward(&self, layer: &Layer, product: &Product, tracked: bool) -> MetaTensor {
         let rank = layer.adapter.map_or(0.0, Adapter::low_rank);
         self.meter
             .multiply(product.rows * (layer.elements() + layer.low_rank_elements()));
@@ -248,7 +248,7 @@ impl Walk {
         y
     }
 
-    fn record_layer(&self, layer: Layer, x: &Shaped, y: &Shaped, rows: f64, is_linear: bool) {
+    fn record_layer(&self, layer: Layer, x: &MetaTensor, y: &MetaTensor, rows: f64, is_linear: bool) {
         let trains_adapter = layer.adapter.is_some();
         let saved = (layer.is_trained || trains_adapter).then(|| x.clone());
         let (x_id, x_dims, needs_dx) = (x.id, x.dims, x.tracked);
@@ -290,7 +290,7 @@ impl Walk {
     }
 
     /// The layer, and its adapter as operations of its own.
-    fn with_dropout(&self, layer: &Layer, adapter: Adapter, x: &Shaped, y: Shaped, rows: f64) -> Shaped {
+    fn with_dropout(&self, layer: &Layer, adapter: Adapter, x: &MetaTensor, y: MetaTensor, rows: f64) -> MetaTensor {
         let base = Layer {
             adapter: None,
             ..layer.clone()
@@ -338,7 +338,7 @@ impl Walk {
     }
 
     /// A norm, with an activation that is part of it.
-    pub(super) fn norm(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
+    pub(super) fn norm(&self, x: &MetaTensor, norm: Norm, activation: NormActivation) -> MetaTensor {
         let x = self.contiguous(x.clone());
         if !self.backend.is_cpu() {
             return self.norm_of_tensors(&x, norm, activation);
@@ -365,7 +365,7 @@ impl Walk {
     }
 
     /// A function of each element that needs its input in the backward pass.
-    pub(super) fn activation(&self, x: &Shaped, activation: Activation) -> Shaped {
+    pub(super) fn activation(&self, x: &MetaTensor, activation: Activation) -> MetaTensor {
         if !self.backend.is_cpu() {
             return self.activation_of_tensors(&self.contiguous(x.clone()), activation);
         }
@@ -384,7 +384,7 @@ impl Walk {
     }
 
     /// A copy in another order or size whose backward pass needs nothing: a transposition, an upsampling, a padding.
-    pub(in crate::plan) fn rearranged(&self, x: &Shaped, dims: [f64; 4]) -> Shaped {
+    pub(in crate::plan) fn rearranged(&self, x: &MetaTensor, dims: [f64; 4]) -> MetaTensor {
         let x = self.contiguous(x.clone());
         let y = self.tensor(dims, self.is_recording() && x.tracked);
         if y.tracked {
@@ -399,7 +399,7 @@ impl Walk {
     }
 
     /// Nearest-neighbour upsampling to [batch, channels, height, width].
-    pub(super) fn upsampled(&self, x: &Shaped, dims: [f64; 4]) -> Shaped {
+    pub(super) fn upsampled(&self, x: &MetaTensor, dims: [f64; 4]) -> MetaTensor {
         if self.backend.is_cpu() || self.backend.width >= 4.0 {
             return self.rearranged(x, dims);
         }
@@ -421,7 +421,7 @@ impl Walk {
     }
 
     /// a + b, of the same shape.
-    pub(in crate::plan) fn add(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(in crate::plan) fn add(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         let y = self.tensor(a.dims, self.is_recording() && (a.tracked || b.tracked));
         if y.tracked {
             let inputs = [a, b].map(|x| x.tracked.then_some(x.id));
@@ -434,7 +434,7 @@ impl Walk {
     }
 
     /// x plus one number for each channel.
-    pub(super) fn add_channels(&self, x: &Shaped, shift: &Shaped) -> Shaped {
+    pub(super) fn add_channels(&self, x: &MetaTensor, shift: &MetaTensor) -> MetaTensor {
         let y = self.tensor(x.dims, self.is_recording() && (x.tracked || shift.tracked));
         if y.tracked {
             let (x_id, shift_id) = (x.tracked.then_some(x.id), shift.tracked.then_some(shift.id));
@@ -457,7 +457,7 @@ impl Walk {
     }
 
     /// a and b [batch, channels, height, width], one after the other along the channels.
-    pub(super) fn cat(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(super) fn cat(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         let mut dims = a.dims;
         dims[1] += b.dims[1];
         let y = self.tensor(dims, self.is_recording() && (a.tracked || b.tracked));
@@ -474,7 +474,13 @@ impl Walk {
     }
 
     /// Attention: q [batch, queries, features], k and v [batch, keys, features].
-    pub(super) fn attention(&self, q: &Shaped, k: &Shaped, v: &Shaped, options: AttentionOptions) -> Shaped {
+    pub(super) fn attention(
+        &self,
+        q: &MetaTensor,
+        k: &MetaTensor,
+        v: &MetaTensor,
+        options: AttentionOptions,
+    ) -> MetaTensor {
         if !self.backend.is_cpu() {
             return self.attention_of_tensors(q, k, v, options);
         }
@@ -514,7 +520,7 @@ impl Walk {
     }
 
     /// What attention on a CPU holds besides its inputs and its result: packed keys and values.
-    fn packed_keys(&self, k: &Shaped) -> [Shaped; 2] {
+    fn packed_keys(&self, k: &MetaTensor) -> [MetaTensor; 2] {
         [self.tensor(k.dims, false), self.tensor(k.dims, false)]
     }
 }

@@ -2,14 +2,20 @@
 //! multiplied with the magnitude.
 
 use super::layers::{Adapter, AdapterForm, Layer};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::Walk;
 
 /// Which of a layer's trained tensors the magnitude is.
 const MAGNITUDE: u64 = 3;
 
 impl Walk {
-    pub(super) fn layer_with_magnitude(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer_with_magnitude(
+        &self,
+        layer: &Layer,
+        adapter: Adapter,
+        x: &MetaTensor,
+        is_linear: bool,
+    ) -> MetaTensor {
         self.norms(layer, adapter.rank, is_linear);
         let low_rank = Layer {
             bias: false,

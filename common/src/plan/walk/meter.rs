@@ -66,7 +66,7 @@ impl Drop for Buffer {
 
 /// The shape of a tensor. Clones share the buffer.
 #[derive(Clone, Debug)]
-pub(in crate::plan) struct Shaped {
+pub(in crate::plan) struct MetaTensor {
     /// [batch, channels, height, width], or [batch, tokens, features, 1].
     pub(super) dims: [f64; 4],
     pub(super) id: u64,
@@ -79,7 +79,7 @@ pub(in crate::plan) struct Shaped {
     pub(super) buffer: Option<Rc<Buffer>>,
 }
 
-impl Shaped {
+impl MetaTensor {
     /// The length of each axis.
     pub(in crate::plan) fn dims(&self) -> [f64; 4] {
         self.dims

@@ -2,7 +2,7 @@
 
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::{Activation, NormActivation};
@@ -11,7 +11,7 @@ use super::tensors::{Activation, NormActivation};
 pub(super) const SINUSOIDS: f64 = 256.0;
 
 /// A layer norm without weight and bias.
-pub(super) fn plain_norm(walk: &Walk, x: &Shaped) -> Shaped {
+pub(super) fn plain_norm(walk: &Walk, x: &MetaTensor) -> MetaTensor {
     walk.norm(x, Norm::PLAIN, NormActivation::None)
 }
 
@@ -26,13 +26,13 @@ impl Embedder {
         ])
     }
 
-    pub(super) fn forward(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    pub(super) fn forward(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
         let [first, second] = &self.0;
         walk.linear(second, &walk.activation(&walk.linear(first, x), Activation::Silu))
     }
 
     /// Embeds a number for each item.
-    pub(super) fn forward_numbers(&self, walk: &Walk, batch: f64) -> Shaped {
+    pub(super) fn forward_numbers(&self, walk: &Walk, batch: f64) -> MetaTensor {
         self.forward(walk, &walk.tensor([batch, 1.0, SINUSOIDS, 1.0], false))
     }
 }
@@ -47,13 +47,13 @@ impl<const N: usize> AdaNorm<N> {
     }
 
     /// The vectors of the conditioning, the first two of which are the shift and the scale.
-    pub(super) fn vectors(&self, walk: &Walk, temb: &Shaped) -> [Shaped; N] {
+    pub(super) fn vectors(&self, walk: &Walk, temb: &MetaTensor) -> [MetaTensor; N] {
         let vectors = walk.linear(&self.0, &walk.activation(temb, Activation::Silu));
         walk.chunks(&vectors)
     }
 
     /// x, normalised and modulated, and the vectors.
-    pub(super) fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped) -> (Shaped, [Shaped; N]) {
+    pub(super) fn forward(&self, walk: &Walk, x: &MetaTensor, temb: &MetaTensor) -> (MetaTensor, [MetaTensor; N]) {
         let vectors = self.vectors(walk, temb);
         (walk.modulate(&plain_norm(walk, x), &vectors[1], &vectors[0]), vectors)
     }
@@ -85,7 +85,7 @@ impl Projections {
     }
 
     /// x -> queries, keys and values.
-    pub(super) fn forward(&self, walk: &Walk, x: &Shaped) -> [Shaped; 3] {
+    pub(super) fn forward(&self, walk: &Walk, x: &MetaTensor) -> [MetaTensor; 3] {
         let [q, k, v] = [0, 1, 2].map(|i: usize| walk.linear(&self.layers[i], x));
         match self.norms {
             Some([norm_q, norm_k]) => [
@@ -110,7 +110,7 @@ impl FeedForward {
         ])
     }
 
-    pub(super) fn forward(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    pub(super) fn forward(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
         let [first, second] = &self.0;
         let wide = walk.linear(first, x);
         walk.linear(second, &walk.activation(&wide, Activation::GeluTanh))
@@ -121,9 +121,9 @@ impl FeedForward {
 pub(super) fn gated_feed_forward(
     walk: &Walk,
     ff: &FeedForward,
-    x: &Shaped,
-    [shift, scale, gate]: [&Shaped; 3],
-) -> Shaped {
+    x: &MetaTensor,
+    [shift, scale, gate]: [&MetaTensor; 3],
+) -> MetaTensor {
     let h = walk.modulate(&plain_norm(walk, x), scale, shift);
     walk.gated_residual(x, gate, &ff.forward(walk, &h))
 }

@@ -42,7 +42,7 @@ pub(super) use conditions::Conditions;
 pub(super) use decoder::{Decoder, DecoderRows};
 pub(super) use denoiser::Denoiser;
 pub(super) use language::LanguageEncoder;
-pub(super) use meter::Shaped;
+pub(super) use meter::MetaTensor;
 pub(super) use tape::{Backend, Form, Walk};
 #[cfg(test)]
 use unet::UNet;

@@ -4,7 +4,7 @@ use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward, plain_norm};
 use super::tape::Walk;
 use super::tensors::AttentionOptions;
@@ -34,7 +34,7 @@ enum TextStream {
 }
 
 /// The vectors after the shift and the scale: the gate of attention, and shift, scale and gate of the feed-forward layers.
-type Vectors = [Shaped; 4];
+type Vectors = [MetaTensor; 4];
 
 struct Block {
     image_norm: ImageNorm,
@@ -85,7 +85,7 @@ impl Block {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, text: &Shaped, temb: &Shaped) -> Vec<Shaped> {
+    fn forward(&self, walk: &Walk, x: &MetaTensor, text: &MetaTensor, temb: &MetaTensor) -> Vec<MetaTensor> {
         let (h, vectors, second) = self.normalised(walk, x, temb);
         let (h_text, text_vectors) = match &self.text {
             TextStream::Full { norm, .. } => {
@@ -120,7 +120,12 @@ impl Block {
     }
 
     /// The normalised image tokens and the vectors of the stream; and the result of the second attention with its gate.
-    fn normalised(&self, walk: &Walk, x: &Shaped, temb: &Shaped) -> (Shaped, Vectors, Option<(Shaped, Shaped)>) {
+    fn normalised(
+        &self,
+        walk: &Walk,
+        x: &MetaTensor,
+        temb: &MetaTensor,
+    ) -> (MetaTensor, Vectors, Option<(MetaTensor, MetaTensor)>) {
         match &self.image_norm {
             ImageNorm::Single(norm) => {
                 let (h, [_, _, gate, shift, scale, gate_mlp]) = norm.forward(walk, x, temb);
@@ -202,10 +207,10 @@ impl Sd3 {
     pub(super) fn forward(
         &self,
         walk: &Walk,
-        latents: &Shaped,
+        latents: &MetaTensor,
         conditions: &Conditions,
         checkpointed: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let patched = walk.conv(&self.patches, latents);
         let [batch, width, rows, columns] = patched.dims;
         let tokens = [batch, rows * columns, width, 1.0];
@@ -223,7 +228,7 @@ impl Sd3 {
         let conditioning = sequence.input(temb.clone());
         for (index, block) in self.blocks.iter().enumerate() {
             let block = Rc::clone(block);
-            let forward = move |walk: &Walk, inputs: &[Shaped]| match inputs {
+            let forward = move |walk: &Walk, inputs: &[MetaTensor]| match inputs {
                 [x, text, temb] => block.forward(walk, x, text, temb),
                 other => other.to_vec(),
             };

@@ -1,12 +1,12 @@
 //! The tape of a forward pass and its backward pass, as `kernels/src/autograd`.
 
-use super::meter::{Meter, Shaped};
+use super::meter::{MetaTensor, Meter};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
 /// Takes the gradients of a step's outputs and returns those of its inputs, by tensor id.
-type Backward = Box<dyn FnOnce(&Walk, Vec<Option<Shaped>>) -> Vec<(u64, Shaped)>>;
+type Backward = Box<dyn FnOnce(&Walk, Vec<Option<MetaTensor>>) -> Vec<(u64, MetaTensor)>>;
 
 struct Step {
     outputs: Vec<u64>,
@@ -89,9 +89,9 @@ impl Walk {
     }
 
     /// A new tensor in the compute dtype.
-    pub(in crate::plan) fn tensor(&self, dims: [f64; 4], tracked: bool) -> Shaped {
+    pub(in crate::plan) fn tensor(&self, dims: [f64; 4], tracked: bool) -> MetaTensor {
         let bytes = dims.iter().product::<f64>() * self.backend.width;
-        Shaped {
+        MetaTensor {
             dims,
             id: self.meter.id(),
             tracked,
@@ -101,8 +101,8 @@ impl Walk {
     }
 
     /// A new flat tensor of this many numbers in float32.
-    pub(super) fn floats(&self, elements: f64) -> Shaped {
-        Shaped {
+    pub(super) fn floats(&self, elements: f64) -> MetaTensor {
+        MetaTensor {
             dims: [elements, 1.0, 1.0, 1.0],
             id: self.meter.id(),
             tracked: false,
@@ -112,8 +112,8 @@ impl Walk {
     }
 
     /// The same elements as another tensor.
-    pub(super) fn view(&self, of: &Shaped, dims: [f64; 4], contiguous: bool) -> Shaped {
-        Shaped {
+    pub(super) fn view(&self, of: &MetaTensor, dims: [f64; 4], contiguous: bool) -> MetaTensor {
+        MetaTensor {
             dims,
             id: self.meter.id(),
             contiguous,
@@ -122,14 +122,14 @@ impl Walk {
     }
 
     /// The first `batch` items of a tensor.
-    pub(in crate::plan) fn view_of(&self, x: &Shaped, batch: f64) -> Shaped {
+    pub(in crate::plan) fn view_of(&self, x: &MetaTensor, batch: f64) -> MetaTensor {
         let mut dims = x.dims;
         dims[0] = batch;
         self.view(x, dims, true)
     }
 
     /// a and b [batch, tokens, features, 1], one after the other along the features.
-    pub(in crate::plan) fn cat_features(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(in crate::plan) fn cat_features(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         let mut dims = a.dims;
         dims[2] += b.dims[2];
         let y = self.tensor(dims, self.is_recording() && (a.tracked || b.tracked));
@@ -146,7 +146,7 @@ impl Walk {
     }
 
     /// The tensor itself, or a copy if its elements are not adjacent.
-    pub(super) fn contiguous(&self, x: Shaped) -> Shaped {
+    pub(super) fn contiguous(&self, x: MetaTensor) -> MetaTensor {
         match x.contiguous {
             true => x,
             false => self.tensor(x.dims, x.tracked),
@@ -160,8 +160,8 @@ impl Walk {
     /// Adds a step to the innermost recording.
     pub(super) fn record_step(
         &self,
-        output: &Shaped,
-        backward: impl FnOnce(&Self, Shaped) -> Vec<(u64, Shaped)> + 'static,
+        output: &MetaTensor,
+        backward: impl FnOnce(&Self, MetaTensor) -> Vec<(u64, MetaTensor)> + 'static,
     ) {
         self.record_step_of(vec![output.id], move |walk, gradients| {
             match gradients.into_iter().flatten().next() {
@@ -180,7 +180,7 @@ impl Walk {
     fn record_step_of(
         &self,
         outputs: Vec<u64>,
-        backward: impl FnOnce(&Self, Vec<Option<Shaped>>) -> Vec<(u64, Shaped)> + 'static,
+        backward: impl FnOnce(&Self, Vec<Option<MetaTensor>>) -> Vec<(u64, MetaTensor)> + 'static,
     ) {
         if let Some(Recording::Tape(steps)) = self.recordings.borrow_mut().last_mut() {
             steps.push(Step {
@@ -205,8 +205,8 @@ impl Walk {
     pub(in crate::plan) fn forward_backward(
         &self,
         drops_gradients: bool,
-        forward: impl FnOnce() -> Shaped,
-    ) -> HashMap<u64, Shaped> {
+        forward: impl FnOnce() -> MetaTensor,
+    ) -> HashMap<u64, MetaTensor> {
         let (loss, tape) = self.record(forward);
         let gradient = self.tensor(loss.dims, false);
         self.backward(tape, HashMap::from([(loss.id, gradient)]), drops_gradients)
@@ -215,9 +215,9 @@ impl Walk {
     fn backward(
         &self,
         mut tape: Vec<Step>,
-        mut gradients: HashMap<u64, Shaped>,
+        mut gradients: HashMap<u64, MetaTensor>,
         drops_gradients: bool,
-    ) -> HashMap<u64, Shaped> {
+    ) -> HashMap<u64, MetaTensor> {
         let outputs: HashSet<u64> = tape.iter().flat_map(|step| step.outputs.iter().copied()).collect();
         while let Some(step) = tape.pop() {
             let of_outputs: Vec<_> = step.outputs.iter().map(|id| gradients.remove(id)).collect();
@@ -248,9 +248,9 @@ impl Walk {
     /// Gradient checkpointing: runs `forward(inputs)` and keeps only the inputs; the backward pass runs it again.
     pub(super) fn checkpoint(
         &self,
-        inputs: Vec<Shaped>,
-        forward: impl Fn(&Self, &[Shaped]) -> Vec<Shaped> + 'static,
-    ) -> Vec<Shaped> {
+        inputs: Vec<MetaTensor>,
+        forward: impl Fn(&Self, &[MetaTensor]) -> Vec<MetaTensor> + 'static,
+    ) -> Vec<MetaTensor> {
         if !self.is_recording() {
             return forward(self, &inputs);
         }

@@ -1,7 +1,7 @@
 //! Walks over small models.
 
 use super::build::{AdapterOptions, Builder, ComponentOptions};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tensors::{Activation, NormActivation};
 use super::{Backend, Form, UNet, Vae, Walk};
 use crate::plan::names::NameFilter;
@@ -45,7 +45,7 @@ fn options(adapter: Option<f64>) -> ComponentOptions {
     }
 }
 
-fn inputs(walk: &Walk, side: f64, batch: f64) -> [Shaped; 2] {
+fn inputs(walk: &Walk, side: f64, batch: f64) -> [MetaTensor; 2] {
     [
         walk.tensor([batch, 4.0, side, side], false),
         walk.tensor([batch, 77.0, 48.0, 1.0], false),

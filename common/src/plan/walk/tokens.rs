@@ -1,15 +1,15 @@
 //! Operations on tokens, as `modulate`, `rotary` and candle's `narrow`, `cat` and `*` in the engine's transformers.
 
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::{Form, Walk};
 
 /// The cosines and sines of a rotary embedding, which the backward pass needs, too: on the CPU and on the device.
 #[derive(Clone)]
-pub(super) struct Rotary(#[expect(dead_code, reason = "only its drop matters")] [Option<Shaped>; 2]);
+pub(super) struct Rotary(#[expect(dead_code, reason = "only its drop matters")] [Option<MetaTensor>; 2]);
 
 impl Walk {
     /// x (1 + scale) + shift: x [batch, tokens, features], the others [batch, 1, features].
-    pub(super) fn modulate(&self, x: &Shaped, scale: &Shaped, shift: &Shaped) -> Shaped {
+    pub(super) fn modulate(&self, x: &MetaTensor, scale: &MetaTensor, shift: &MetaTensor) -> MetaTensor {
         let (x, scale) = (self.contiguous(x.clone()), self.contiguous(scale.clone()));
         let tracked = self.is_recording() && [&x, &scale, shift].iter().any(|input| input.tracked);
         let product = self.is_composed().then(|| self.tensor(x.dims, false));
@@ -33,7 +33,7 @@ impl Walk {
     }
 
     /// x + gate y: x and y [batch, tokens, features], gate [batch, 1, features].
-    pub(super) fn gated_residual(&self, x: &Shaped, gate: &Shaped, y: &Shaped) -> Shaped {
+    pub(super) fn gated_residual(&self, x: &MetaTensor, gate: &MetaTensor, y: &MetaTensor) -> MetaTensor {
         let (gate, y) = (self.contiguous(gate.clone()), self.contiguous(y.clone()));
         let tracked = self.is_recording() && [x, &gate, &y].iter().any(|input| input.tracked);
         let product = self.is_composed().then(|| self.tensor(x.dims, false));
@@ -64,7 +64,7 @@ impl Walk {
     }
 
     /// A gradient of these dimensions, which is a sum over tokens (of products) or as large as that of the result.
-    fn token_gradient(&self, is_sum: bool, of_products: bool, gradient: &Shaped, dims: [f64; 4]) -> Shaped {
+    fn token_gradient(&self, is_sum: bool, of_products: bool, gradient: &MetaTensor, dims: [f64; 4]) -> MetaTensor {
         if self.backend.is_cpu() || !is_sum {
             return self.tensor(dims, false);
         }
@@ -85,7 +85,7 @@ impl Walk {
     }
 
     /// A part of an axis, which is copied where its elements are not adjacent.
-    pub(super) fn narrow(&self, x: &Shaped, axis: usize, length: f64) -> Shaped {
+    pub(super) fn narrow(&self, x: &MetaTensor, axis: usize, length: f64) -> MetaTensor {
         if length >= x.dims[axis] {
             return x.clone();
         }
@@ -94,7 +94,7 @@ impl Walk {
         let is_adjacent = dims[..axis].iter().product::<f64>() <= 1.0;
         let tracked = self.is_recording() && x.tracked;
         let y = match is_adjacent {
-            true => Shaped {
+            true => MetaTensor {
                 tracked,
                 ..self.view(x, dims, true)
             },
@@ -126,30 +126,30 @@ impl Walk {
     }
 
     /// The vectors [batch, 1, features] of x [batch, 1, count * features].
-    pub(super) fn chunks<const N: usize>(&self, x: &Shaped) -> [Shaped; N] {
+    pub(super) fn chunks<const N: usize>(&self, x: &MetaTensor) -> [MetaTensor; N] {
         let width = x.dims[2] / N as f64;
         std::array::from_fn(|_| self.narrow(x, 2, width))
     }
 
     /// The first token of each item, [batch, 1, features].
-    pub(in crate::plan) fn first_token(&self, x: &Shaped) -> Shaped {
+    pub(in crate::plan) fn first_token(&self, x: &MetaTensor) -> MetaTensor {
         self.narrow(x, 1, 1.0)
     }
 
     /// x [batch, tokens, ..] with zeros up to this many features.
-    pub(in crate::plan) fn with_features(&self, x: &Shaped, features: f64) -> Shaped {
+    pub(in crate::plan) fn with_features(&self, x: &MetaTensor, features: f64) -> MetaTensor {
         let mut dims = x.dims;
         dims[2] = features;
         self.rearranged(x, dims)
     }
 
     /// a and b [batch, tokens, features], one after the other along the tokens.
-    pub(in crate::plan) fn cat_tokens(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(in crate::plan) fn cat_tokens(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         self.cat(a, b)
     }
 
     /// a and b [batch, tokens, features], one after the other along the features, with candle's operation.
-    pub(super) fn joined_features(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(super) fn joined_features(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         let mut dims = a.dims;
         dims[2] += b.dims[2];
         let y = self.tensor(dims, self.is_recording() && (a.tracked || b.tracked));
@@ -158,23 +158,23 @@ impl Walk {
     }
 
     /// a * b, with candle's operation.
-    pub(super) fn product(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(super) fn product(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         let y = self.tensor(a.dims, self.is_recording() && (a.tracked || b.tracked));
         self.record_in_candle(&y, [a, b], true);
         y
     }
 
     /// a + b, with candle's operation.
-    pub(super) fn sum_in_candle(&self, a: &Shaped, b: &Shaped) -> Shaped {
+    pub(super) fn sum_in_candle(&self, a: &MetaTensor, b: &MetaTensor) -> MetaTensor {
         let y = self.tensor(a.dims, self.is_recording() && (a.tracked || b.tracked));
         self.record_in_candle(&y, [a, b], false);
         y
     }
 
     /// The same elements in another shape, with candle's operation, which records it.
-    pub(super) fn reshaped_in_candle(&self, x: &Shaped) -> Shaped {
+    pub(super) fn reshaped_in_candle(&self, x: &MetaTensor) -> MetaTensor {
         let y = self.view(x, x.dims, true);
-        let y = Shaped {
+        let y = MetaTensor {
             tracked: self.is_recording() && x.tracked,
             ..y
         };
@@ -193,7 +193,7 @@ impl Walk {
 
     /// Records an operation of candle: its inputs and its result stay in candle's graph until the backward pass, which adds each
     /// gradient to zeros.
-    fn record_in_candle(&self, y: &Shaped, inputs: [&Shaped; 2], has_products: bool) {
+    fn record_in_candle(&self, y: &MetaTensor, inputs: [&MetaTensor; 2], has_products: bool) {
         if !y.tracked {
             return;
         }
@@ -214,7 +214,7 @@ impl Walk {
     }
 
     /// The gradient with which candle's backward pass starts: that of the tape, added to zeros.
-    fn seed(&self, result: &Shaped) -> Shaped {
+    fn seed(&self, result: &MetaTensor) -> MetaTensor {
         let zeros = self.tensor(result.dims, false);
         let seed = self.tensor(result.dims, false);
         drop(zeros);
@@ -231,7 +231,7 @@ impl Walk {
     }
 
     /// Every head of x rotated.
-    pub(super) fn rotate(&self, x: &Shaped, rotary: &Rotary) -> Shaped {
+    pub(super) fn rotate(&self, x: &MetaTensor, rotary: &Rotary) -> MetaTensor {
         let x = self.contiguous(x.clone());
         let tracked = self.is_recording() && x.tracked;
         let y = match self.is_composed() {
@@ -252,7 +252,7 @@ impl Walk {
         y
     }
 
-    fn rotate_tensors(&self, x: &Shaped, tracked: bool) -> Shaped {
+    fn rotate_tensors(&self, x: &MetaTensor, tracked: bool) -> MetaTensor {
         let n = x.elements();
         let half = self.backend.width < 4.0;
         let wide = half.then(|| self.floats(n));
@@ -268,6 +268,6 @@ impl Walk {
             false => self.view(&joined, x.dims, true),
         };
         drop((wide, rotated, joined));
-        Shaped { tracked, ..y }
+        MetaTensor { tracked, ..y }
     }
 }

@@ -1,7 +1,7 @@
 //! Walks over small transformers.
 
 use super::build::{AdapterOptions, Builder, ComponentOptions, LoraLayers};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::{Backend, Conditions, Denoiser, Form, LanguageEncoder, Walk};
 use crate::plan::families::{self, Family};
 use crate::plan::names::NameFilter;
@@ -40,7 +40,7 @@ fn options(rank: f64, layers: LoraLayers) -> ComponentOptions {
     }
 }
 
-fn inputs(walk: &Walk, shapes: &ModelShapes, side: f64, batch: f64) -> (Shaped, Conditions) {
+fn inputs(walk: &Walk, shapes: &ModelShapes, side: f64, batch: f64) -> (MetaTensor, Conditions) {
     let transformer = &shapes.transformer;
     let tokens = |count: f64, features: u32| walk.tensor([batch, count, f64::from(features), 1.0], false);
     let conditions = Conditions {

@@ -2,11 +2,17 @@
 //! become the larger matrix that such an adapter has without a core.
 
 use super::layers::{Adapter, AdapterForm, Layer};
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::Walk;
 
 impl Walk {
-    pub(super) fn layer_with_core(&self, layer: &Layer, adapter: Adapter, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer_with_core(
+        &self,
+        layer: &Layer,
+        adapter: Adapter,
+        x: &MetaTensor,
+        is_linear: bool,
+    ) -> MetaTensor {
         let elements = match adapter.form {
             AdapterForm::Hadamard => 2.0 * adapter.rank * layer.fan_in(),
             AdapterForm::Kron(kron) => adapter.rank * kron.d * layer.kernel * layer.kernel,

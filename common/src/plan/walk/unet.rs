@@ -3,7 +3,7 @@
 use super::block_sequence::{BlockSequence, Value};
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
@@ -38,7 +38,7 @@ impl Resnet {
         }
     }
 
-    pub(super) fn forward(&self, walk: &Walk, x: &Shaped, time: Option<&Shaped>) -> Shaped {
+    pub(super) fn forward(&self, walk: &Walk, x: &MetaTensor, time: Option<&MetaTensor>) -> MetaTensor {
         let mut h = walk.conv(&self.conv1, &norm_silu(walk, self.norm1, x));
         if let (Some(projection), Some(time)) = (&self.time, time) {
             let shift = walk.linear(projection, &walk.activation(time, Activation::Silu));
@@ -53,12 +53,12 @@ impl Resnet {
     }
 }
 
-pub(super) fn norm(walk: &Walk, norm: Norm, x: &Shaped) -> Shaped {
+pub(super) fn norm(walk: &Walk, norm: Norm, x: &MetaTensor) -> MetaTensor {
     walk.norm(x, norm, NormActivation::None)
 }
 
 /// SiLU of a norm, as one operation.
-pub(super) fn norm_silu(walk: &Walk, norm: Norm, x: &Shaped) -> Shaped {
+pub(super) fn norm_silu(walk: &Walk, norm: Norm, x: &MetaTensor) -> MetaTensor {
     walk.norm(x, norm, NormActivation::Silu)
 }
 
@@ -84,7 +84,7 @@ impl Attention {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, context: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &MetaTensor, context: &MetaTensor) -> MetaTensor {
         let (q, k, v) = (
             walk.linear(&self.to_q, x),
             walk.linear(&self.to_k, context),
@@ -124,7 +124,7 @@ impl TransformerBlock {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, context: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &MetaTensor, context: &MetaTensor) -> MetaTensor {
         let [norm1, norm2, norm3] = self.norms;
         let h = norm(walk, norm1, x);
         let first = walk.add(&self.attn1.forward(walk, &h, &h), x);
@@ -174,7 +174,7 @@ impl Transformer {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, context: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &MetaTensor, context: &MetaTensor) -> MetaTensor {
         let mut h = self.tokens(walk, x);
         for block in &self.blocks {
             h = block.forward(walk, &h, context);
@@ -207,7 +207,7 @@ impl Transformer {
     }
 
     /// The tokens of an image.
-    fn tokens(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    fn tokens(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
         let [batch, channels, height, width] = x.dims;
         let tokens = [batch, height * width, channels, 1.0];
         let first = norm(walk, self.norm, x);
@@ -218,7 +218,7 @@ impl Transformer {
     }
 
     /// The image of tokens h, plus x.
-    fn image(&self, walk: &Walk, h: &Shaped, x: &Shaped) -> Shaped {
+    fn image(&self, walk: &Walk, h: &MetaTensor, x: &MetaTensor) -> MetaTensor {
         let last = match self.is_linear {
             true => walk.rearranged(&walk.linear(&self.proj_out, h), x.dims),
             false => walk.conv(&self.proj_out, &walk.rearranged(h, x.dims)),
@@ -394,10 +394,10 @@ impl UNet {
     pub(in crate::plan) fn forward(
         &self,
         walk: &Walk,
-        sample: &Shaped,
-        context: &Shaped,
+        sample: &MetaTensor,
+        context: &MetaTensor,
         checkpointed: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let batch = sample.dims[0];
         let embed = |[first, second]: &[Layer; 2]| {
             let inputs = walk.tensor([batch, 1.0, first.inputs, 1.0], false);
@@ -457,7 +457,7 @@ impl UNet {
 }
 
 /// Downsampling by a convolution. With a padding of 0, the input is padded first.
-pub(super) fn downsample(walk: &Walk, conv: &Layer, x: &Shaped) -> Shaped {
+pub(super) fn downsample(walk: &Walk, conv: &Layer, x: &MetaTensor) -> MetaTensor {
     if conv.padding > 0.0 {
         return walk.conv(conv, x);
     }

@@ -2,7 +2,7 @@
 
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::AttentionOptions;
@@ -28,7 +28,7 @@ impl Middle {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
         let mut x = self.resnets[0].forward(walk, x, None);
         if let Some((group_norm, [to_q, to_k, to_v, to_out])) = &self.attention {
             let [batch, channels, height, width] = x.dims;
@@ -190,7 +190,7 @@ impl Vae {
         drop((latent, rows, numbers, bytes));
     }
 
-    fn decode_tile(&self, walk: &Walk, latent: &Shaped) -> Shaped {
+    fn decode_tile(&self, walk: &Walk, latent: &MetaTensor) -> MetaTensor {
         let side = &self.decoder;
         let first = walk.conv(&side.conv_in, latent);
         let mut x = side.middle.forward(walk, &first);

@@ -4,7 +4,7 @@ use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::conditions::Conditions;
 use super::layers::Layer;
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::mmdit::{SINUSOIDS, plain_norm};
 use super::norm::Norm;
 use super::tape::Walk;
@@ -66,8 +66,8 @@ impl Block {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, time: &Shaped, rotary: &Rotary) -> Shaped {
-        let norm = |norm: Norm, x: &Shaped| walk.norm(x, norm, NormActivation::None);
+    fn forward(&self, walk: &Walk, x: &MetaTensor, time: &MetaTensor, rotary: &Rotary) -> MetaTensor {
+        let norm = |norm: Norm, x: &MetaTensor| walk.norm(x, norm, NormActivation::None);
         let [before_attention, after_attention] = self.attention_norms;
         let [before_feed_forward, after_feed_forward] = self.feed_forward_norms;
         let Some(modulation) = &self.modulation else {
@@ -82,10 +82,10 @@ impl Block {
             drop(attended);
             return sum;
         };
-        let vectors: [Shaped; 4] = walk.chunks(&walk.linear(modulation, time));
+        let vectors: [MetaTensor; 4] = walk.chunks(&walk.linear(modulation, time));
         let [scale_attention, gate_attention, scale, gate] = &vectors;
         let no_shift = walk.tensor(scale.dims, false);
-        let tanh = |gate: &Shaped| walk.activation(gate, Activation::Silu);
+        let tanh = |gate: &MetaTensor| walk.activation(gate, Activation::Silu);
         let first = walk.modulate(&norm(before_attention, x), scale_attention, &no_shift);
         let attended = norm(after_attention, &self.attend(walk, &first, rotary));
         let x = walk.gated_residual(x, &tanh(gate_attention), &attended);
@@ -96,7 +96,7 @@ impl Block {
         y
     }
 
-    fn attend(&self, walk: &Walk, x: &Shaped, rotary: &Rotary) -> Shaped {
+    fn attend(&self, walk: &Walk, x: &MetaTensor, rotary: &Rotary) -> MetaTensor {
         let [to_q, to_k, to_v] = &self.qkv;
         let [norm_q, norm_k] = self.head_norms;
         let head = |layer: &Layer, norm: Norm| {
@@ -108,7 +108,7 @@ impl Block {
         walk.linear(&self.to_out, &attended)
     }
 
-    fn feed_forward(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    fn feed_forward(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
         let gate = walk.activation(&walk.linear(&self.w1, x), Activation::Silu);
         let up = walk.linear(&self.w3, x);
         let product = walk.product(&gate, &up);
@@ -171,10 +171,10 @@ impl ZImage {
     pub(super) fn forward(
         &self,
         walk: &Walk,
-        latents: &Shaped,
+        latents: &MetaTensor,
         conditions: &Conditions,
         checkpointed: bool,
-    ) -> Option<Shaped> {
+    ) -> Option<MetaTensor> {
         let [batch, channels, height, width] = latents.dims;
         let [time_1, time_2] = &self.time;
         let sinusoids = walk.tensor([batch, 1.0, SINUSOIDS, 1.0], false);

@@ -1,6 +1,6 @@
 //! Activations, as `kernels/src/nn/activation`: in float32 whatever the dtype of the input.
 
-use super::super::meter::Shaped;
+use super::super::meter::MetaTensor;
 use super::super::tape::Walk;
 
 /// An activation function.
@@ -23,7 +23,7 @@ impl Activation {
 }
 
 impl Walk {
-    pub(in crate::plan::walk) fn activation_of_tensors(&self, x: &Shaped, activation: Activation) -> Shaped {
+    pub(in crate::plan::walk) fn activation_of_tensors(&self, x: &MetaTensor, activation: Activation) -> MetaTensor {
         let mut dims = x.dims;
         dims[2] *= activation.outputs();
         let tracked = self.is_recording() && x.tracked;
@@ -69,7 +69,7 @@ impl Walk {
     }
 
     /// The gradient of an input, in float32. `n`: the elements of the result.
-    fn activation_gradient(&self, n: f64, activation: Activation) -> Shaped {
+    fn activation_gradient(&self, n: f64, activation: Activation) -> MetaTensor {
         if activation != Activation::Geglu {
             let wide = self.widened(n);
             // The inner function and its slope.
@@ -97,7 +97,7 @@ impl Walk {
     }
 
     /// `s + s (1 - s) x` with the logistic function s.
-    pub(super) fn silu_derivative(&self, n: f64) -> Shaped {
+    pub(super) fn silu_derivative(&self, n: f64) -> MetaTensor {
         let negated = self.floats(n);
         let exponential = self.floats(n);
         let sum = self.floats(n);
@@ -115,7 +115,7 @@ impl Walk {
     }
 
     /// `Phi(x) + x phi(x)`.
-    fn gelu_derivative(&self, n: f64) -> Shaped {
+    fn gelu_derivative(&self, n: f64) -> MetaTensor {
         let square = self.floats(n);
         let scaled = self.floats(n);
         drop(square);

@@ -1,6 +1,6 @@
 //! Attention, as `kernels/src/nn/attention/tensors.rs`: a chunk of queries at a time.
 
-use super::super::meter::Shaped;
+use super::super::meter::MetaTensor;
 use super::super::tape::Walk;
 
 /// The most bytes of the scores of one chunk (`CHUNK_BYTES` there).
@@ -31,7 +31,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(q: &Shaped, k: &Shaped, options: AttentionOptions) -> Self {
+    fn new(q: &MetaTensor, k: &MetaTensor, options: AttentionOptions) -> Self {
         Self {
             batch: q.dims[0],
             queries: q.dims[1],
@@ -63,11 +63,11 @@ impl Sizes {
 impl Walk {
     pub(in crate::plan::walk) fn attention_of_tensors(
         &self,
-        q: &Shaped,
-        k: &Shaped,
-        v: &Shaped,
+        q: &MetaTensor,
+        k: &MetaTensor,
+        v: &MetaTensor,
         options: AttentionOptions,
-    ) -> Shaped {
+    ) -> MetaTensor {
         let tracked = self.is_recording() && (q.tracked || k.tracked || v.tracked);
         let s = Sizes::new(q, k, options);
         let operands = self.split_keys(s);
@@ -84,7 +84,7 @@ impl Walk {
             drop((query, probabilities));
         }
         let y = match (chunks.as_slice(), parts.pop()) {
-            ([_], Some(only)) => Shaped {
+            ([_], Some(only)) => MetaTensor {
                 tracked,
                 ..self.view(&only, q.dims, true)
             },
@@ -106,12 +106,12 @@ impl Walk {
     }
 
     /// A copy of numbers of the compute dtype in the order of the heads; `None` if there is one head.
-    fn reordered(&self, s: Sizes, elements: f64) -> Option<Shaped> {
+    fn reordered(&self, s: Sizes, elements: f64) -> Option<MetaTensor> {
         (s.options.heads > 1.0).then(|| self.numbers(elements))
     }
 
     /// Keys and values by head.
-    fn split_keys(&self, s: Sizes) -> [Option<Shaped>; 2] {
+    fn split_keys(&self, s: Sizes) -> [Option<MetaTensor>; 2] {
         let elements = s.batch * s.keys * s.key_features;
         let keys = self.reordered(s, elements);
         let wide = self.backend.is_half() && s.options.upcast;
@@ -121,7 +121,7 @@ impl Walk {
     }
 
     /// The queries of a chunk by head, scaled.
-    fn scaled_queries(&self, s: Sizes, count: f64) -> Shaped {
+    fn scaled_queries(&self, s: Sizes, count: f64) -> MetaTensor {
         let elements = s.batch * count * s.features;
         let by_head = self.reordered(s, elements);
         let scaled = match self.backend.is_half() && s.options.upcast {
@@ -138,7 +138,7 @@ impl Walk {
     }
 
     /// The scores of a chunk: in float32, but for a kernel that computes the softmax of those in the compute dtype.
-    fn scores(&self, s: Sizes, count: f64) -> Shaped {
+    fn scores(&self, s: Sizes, count: f64) -> MetaTensor {
         let scores = s.batch * s.options.heads * count * s.keys;
         let narrow = self.backend.is_half() && !s.options.upcast;
         let product = narrow.then(|| {
@@ -165,7 +165,7 @@ impl Walk {
     }
 
     /// The softmax of this many scores, in float32.
-    fn wide_softmax(&self, scores: Shaped, count: f64) -> Shaped {
+    fn wide_softmax(&self, scores: MetaTensor, count: f64) -> MetaTensor {
         let shifted = self.floats(count);
         let exponentials = self.floats(count);
         drop(shifted);
@@ -175,7 +175,7 @@ impl Walk {
     }
 
     /// The softmax of this many scores, in the compute dtype.
-    fn probabilities(&self, scores: Shaped, count: f64) -> Shaped {
+    fn probabilities(&self, scores: MetaTensor, count: f64) -> MetaTensor {
         if self.backend.has_cuda_kernels() {
             let result = self.numbers(count);
             drop(scores);
@@ -193,14 +193,14 @@ impl Walk {
     }
 
     /// The mask of later keys: which they are, minus infinity, and zeros.
-    fn causal_mask(&self, queries: f64, keys: f64) -> Shaped {
+    fn causal_mask(&self, queries: f64, keys: f64) -> MetaTensor {
         let parts = [1.0, 1.0, 0.25].map(|part| self.floats(part * queries * keys));
         let mask = self.floats(queries * keys);
         drop(parts);
         mask
     }
 
-    fn attention_gradients(&self, saved: &[Shaped; 3], s: Sizes) -> Vec<(u64, Shaped)> {
+    fn attention_gradients(&self, saved: &[MetaTensor; 3], s: Sizes) -> Vec<(u64, MetaTensor)> {
         let [needs_dq, needs_dk, needs_dv] = [0, 1, 2].map(|i: usize| saved[i].tracked);
         let operands = self.split_keys(s);
         let key_elements = s.batch * s.keys * s.key_features;
@@ -296,12 +296,12 @@ impl Walk {
     /// The gradient of the scores of a chunk, and what else stays in memory until the next chunk.
     fn score_gradient(
         &self,
-        probabilities: Shaped,
+        probabilities: MetaTensor,
         s: Sizes,
         rows: f64,
         key_elements: f64,
         scores: f64,
-    ) -> (Shaped, [Option<Shaped>; 2]) {
+    ) -> (MetaTensor, [Option<MetaTensor>; 2]) {
         let product = self.product_of(rows, key_elements, scores);
         let dp = self.narrow_or_wide(product, scores);
         drop(self.floats(scores));
@@ -320,7 +320,7 @@ impl Walk {
     }
 
     /// A product in float32: itself, or a copy.
-    fn narrow_or_wide(&self, product: Shaped, elements: f64) -> Shaped {
+    fn narrow_or_wide(&self, product: MetaTensor, elements: f64) -> MetaTensor {
         match self.backend.is_half() {
             true => {
                 let wide = self.floats(elements);
@@ -332,7 +332,7 @@ impl Walk {
     }
 
     /// The sum of the parts so far and another one, in float32.
-    fn added(&self, sum: Option<Shaped>, part: Shaped) -> Shaped {
+    fn added(&self, sum: Option<MetaTensor>, part: MetaTensor) -> MetaTensor {
         let elements = part.elements();
         let wide = self.narrow_or_wide(part, elements);
         match sum {

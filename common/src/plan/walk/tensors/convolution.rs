@@ -1,6 +1,6 @@
 //! Convolutions and their gradients, as `kernels/src/nn/conv2d/tensors.rs`.
 
-use super::super::meter::Shaped;
+use super::super::meter::MetaTensor;
 use super::super::tape::Walk;
 
 /// Output pixels of a tile of candle's convolution on a CPU.
@@ -87,7 +87,7 @@ impl Convolution {
 
 impl Walk {
     /// A convolution by a kernel for the matrix of inputs of some rows of an image, and a product for each.
-    fn convolved_in_parts(&self, c: &Convolution, is_wide: bool) -> Shaped {
+    fn convolved_in_parts(&self, c: &Convolution, is_wide: bool) -> MetaTensor {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let (rows, parts) = c.parts(if is_wide { 4.0 } else { self.backend.width });
         let is_one = parts <= 1.0 && c.rows <= c.pixels();
@@ -99,7 +99,7 @@ impl Walk {
     }
 
     /// candle's convolution, in the compute dtype or in float32.
-    fn convolved(&self, c: &Convolution, is_wide: bool) -> Shaped {
+    fn convolved(&self, c: &Convolution, is_wide: bool) -> MetaTensor {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let results = c.rows * c.outputs;
         if !self.backend.is_portable() {
@@ -139,12 +139,12 @@ impl Walk {
     }
 
     /// A convolution: by kernels where there are any.
-    pub(in crate::plan::walk) fn convolution(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    pub(in crate::plan::walk) fn convolution(&self, s: &ConvSizes, is_wide: bool) -> MetaTensor {
         self.convolved_best(&s.convolution(), is_wide)
     }
 
     /// A convolution whose inputs candle does not track (`convolve` in `kernels/src/nn/tensors.rs`).
-    fn convolved_best(&self, c: &Convolution, is_wide: bool) -> Shaped {
+    fn convolved_best(&self, c: &Convolution, is_wide: bool) -> MetaTensor {
         match self.backend.has_cuda_kernels() {
             true => self.convolved_in_parts(c, is_wide),
             false => self.convolved_in_rows(c, is_wide),
@@ -152,7 +152,7 @@ impl Walk {
     }
 
     /// candle's convolution, some rows of the result at a time.
-    fn convolved_in_rows(&self, c: &Convolution, is_wide: bool) -> Shaped {
+    fn convolved_in_rows(&self, c: &Convolution, is_wide: bool) -> MetaTensor {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let width = if is_wide { 4.0 } else { self.backend.width };
         let (height, batch) = (c.size[0], c.rows / c.pixels().max(1.0));
@@ -184,12 +184,12 @@ impl Walk {
     }
 
     /// A convolution that candle tracks for gradients: its own.
-    pub(in crate::plan::walk) fn composed_convolution(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    pub(in crate::plan::walk) fn composed_convolution(&self, s: &ConvSizes, is_wide: bool) -> MetaTensor {
         self.convolved(&s.convolution(), is_wide)
     }
 
     /// The gradient of the input: the convolution of that of the result with the turned weight.
-    pub(in crate::plan::walk) fn convolution_input_gradient(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    pub(in crate::plan::walk) fn convolution_input_gradient(&self, s: &ConvSizes, is_wide: bool) -> MetaTensor {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let transposed = numbers(s.weights());
         // A kernel reads it in reverse order.
@@ -228,7 +228,7 @@ impl Walk {
 
     /// The gradient of the weight, in float32: the convolution of the input with the gradient of the result. Batch and
     /// channels change places.
-    pub(in crate::plan::walk) fn convolution_weight_gradient(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    pub(in crate::plan::walk) fn convolution_weight_gradient(&self, s: &ConvSizes, is_wide: bool) -> MetaTensor {
         if self.backend.has_cuda_kernels() {
             return self.weight_gradient_in_parts(s, is_wide);
         }
@@ -254,11 +254,11 @@ impl Walk {
     }
 
     /// The gradient of the weight, in float32: the sum over the parts of all images.
-    fn weight_gradient_in_parts(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    fn weight_gradient_in_parts(&self, s: &ConvSizes, is_wide: bool) -> MetaTensor {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let c = s.convolution();
         let (rows, parts) = c.parts(if is_wide { 4.0 } else { self.backend.width });
-        let mut sum: Option<Shaped> = None;
+        let mut sum: Option<MetaTensor> = None;
         // The first part, and one that is added to it.
         for _ in 0..(if parts * s.input[0] > 1.0 { 2 } else { 1 }) {
             let gradient = (parts > 1.0).then(|| numbers(s.outputs * s.size[1] * rows));

@@ -2,7 +2,7 @@
 //! `kernels/src/nn/conv2d`. Adapters are float32 whatever the compute dtype.
 
 use super::super::layers::{Adapter, Layer, Product, Unpacking};
-use super::super::meter::Shaped;
+use super::super::meter::MetaTensor;
 use super::super::tape::Walk;
 use super::convolution::ConvSizes;
 
@@ -51,10 +51,10 @@ impl Walk {
     pub(in crate::plan::walk) fn layer_of_tensors(
         &self,
         layer: &Layer,
-        x: &Shaped,
+        x: &MetaTensor,
         product: Product,
         is_linear: bool,
-    ) -> Shaped {
+    ) -> MetaTensor {
         let applied = AppliedLayer {
             layer: layer.clone(),
             x_dims: x.dims,
@@ -65,7 +65,7 @@ impl Walk {
         let tracked = recording && (x.tracked || layer.is_trained || layer.adapter.is_some());
         let y = self.base_of_tensors(&applied);
         let Some(adapter) = layer.adapter else {
-            let y = Shaped { tracked, ..y };
+            let y = MetaTensor { tracked, ..y };
             if tracked {
                 self.record_applied(applied, None, x, &y);
             }
@@ -87,7 +87,7 @@ impl Walk {
     }
 
     /// The result without the adapter.
-    fn base_of_tensors(&self, a: &AppliedLayer) -> Shaped {
+    fn base_of_tensors(&self, a: &AppliedLayer) -> MetaTensor {
         let weight = self.dense_of_tensors(&a.layer);
         let y = match a.is_linear {
             true => self.product_of(a.inputs(), a.layer.elements(), a.outputs()),
@@ -107,7 +107,7 @@ impl Walk {
     }
 
     /// The weight in the compute dtype, if it is dequantised or read for each use.
-    fn dense_of_tensors(&self, layer: &Layer) -> Option<Shaped> {
+    fn dense_of_tensors(&self, layer: &Layer) -> Option<MetaTensor> {
         if layer.unpacking == Unpacking::None {
             return None;
         }
@@ -130,7 +130,7 @@ impl Walk {
     }
 
     /// The product of the widened input with the adapter's first matrix.
-    fn hidden(&self, a: &AppliedLayer, rank: f64) -> Shaped {
+    fn hidden(&self, a: &AppliedLayer, rank: f64) -> MetaTensor {
         let wide = self.widened(a.inputs());
         let hidden = match a.is_linear {
             true => self.floats(a.product.rows * rank),
@@ -141,7 +141,7 @@ impl Walk {
     }
 
     /// The adapter's result in float32, scaled.
-    fn change(&self, a: &AppliedLayer, rank: f64) -> Shaped {
+    fn change(&self, a: &AppliedLayer, rank: f64) -> MetaTensor {
         let product = match a.is_linear {
             true => self.floats(a.outputs()),
             false => self.convolution(&a.up(rank), true),
@@ -152,7 +152,7 @@ impl Walk {
     }
 
     /// Records the backward pass of a layer, fused with an adapter of this rank.
-    fn record_applied(&self, a: AppliedLayer, rank: Option<f64>, x: &Shaped, y: &Shaped) {
+    fn record_applied(&self, a: AppliedLayer, rank: Option<f64>, x: &MetaTensor, y: &MetaTensor) {
         let saved = (a.layer.is_trained || rank.is_some()).then(|| x.clone());
         let (x_id, x_dims, needs_dx) = (x.id, x.dims, x.tracked);
         self.record_step(y, move |walk, gradient| {
@@ -216,7 +216,7 @@ impl Walk {
     }
 
     /// The gradient of the input, without the adapter's part.
-    fn input_gradient(&self, a: &AppliedLayer) -> Shaped {
+    fn input_gradient(&self, a: &AppliedLayer) -> MetaTensor {
         let weight = self.dense_of_tensors(&a.layer);
         let dx = match a.is_linear {
             true => self.product_of(a.outputs(), a.layer.elements(), a.inputs()),
@@ -227,9 +227,9 @@ impl Walk {
     }
 
     /// The adapter as operations of its own, with dropout: its parts stay in candle's graph.
-    fn dropout_of_tensors(&self, a: AppliedLayer, adapter: Adapter, x: &Shaped, y: Shaped) -> Shaped {
+    fn dropout_of_tensors(&self, a: AppliedLayer, adapter: Adapter, x: &MetaTensor, y: MetaTensor) -> MetaTensor {
         let rank = adapter.rank;
-        let y = Shaped {
+        let y = MetaTensor {
             tracked: x.tracked,
             ..y
         };

@@ -13,7 +13,7 @@ pub(super) use attention::AttentionOptions;
 pub(super) use convolution::ConvSizes;
 pub(super) use norm::NormActivation;
 
-use super::meter::Shaped;
+use super::meter::MetaTensor;
 use super::tape::{Backend, Form, Walk};
 
 impl Backend {
@@ -35,26 +35,26 @@ impl Backend {
 
 impl Walk {
     /// A flat tensor in the compute dtype.
-    pub(super) fn numbers(&self, elements: f64) -> Shaped {
+    pub(super) fn numbers(&self, elements: f64) -> MetaTensor {
         self.tensor([elements, 1.0, 1.0, 1.0], false)
     }
 
     /// A copy in float32 of this many numbers of the compute dtype; `None` if they are in float32.
-    pub(super) fn widened(&self, elements: f64) -> Option<Shaped> {
+    pub(super) fn widened(&self, elements: f64) -> Option<MetaTensor> {
         self.backend.is_half().then(|| self.floats(elements))
     }
 
     /// A float32 tensor in the compute dtype with these dimensions: itself, or a copy.
-    pub(super) fn narrowed(&self, wide: Shaped, dims: [f64; 4], tracked: bool) -> Shaped {
+    pub(super) fn narrowed(&self, wide: MetaTensor, dims: [f64; 4], tracked: bool) -> MetaTensor {
         let narrow = match self.backend.is_half() {
             true => self.tensor(dims, tracked),
             false => self.view(&wide, dims, true),
         };
-        Shaped { tracked, ..narrow }
+        MetaTensor { tracked, ..narrow }
     }
 
     /// The product of matrices with `a` and `b` elements in the compute dtype: `result` elements.
-    pub(super) fn product_of(&self, a: f64, b: f64, result: f64) -> Shaped {
+    pub(super) fn product_of(&self, a: f64, b: f64, result: f64) -> MetaTensor {
         let wide = self
             .backend
             .widens_products()

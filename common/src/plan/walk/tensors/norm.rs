@@ -1,6 +1,6 @@
 //! Norms, as `kernels/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
 
-use super::super::meter::Shaped;
+use super::super::meter::MetaTensor;
 use super::super::norm::Norm;
 use super::super::tape::Walk;
 
@@ -12,11 +12,16 @@ pub(in crate::plan::walk) enum NormActivation {
 }
 
 impl Walk {
-    pub(in crate::plan::walk) fn norm_of_tensors(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
+    pub(in crate::plan::walk) fn norm_of_tensors(
+        &self,
+        x: &MetaTensor,
+        norm: Norm,
+        activation: NormActivation,
+    ) -> MetaTensor {
         let tracked = self.is_recording() && (x.tracked || norm.trained > 0.0);
         let y = match self.backend.has_cuda_kernels() {
             true => self.tensor(x.dims, tracked),
-            false => Shaped {
+            false => MetaTensor {
                 tracked,
                 ..self.composed_norm(x, norm, activation)
             },
@@ -41,7 +46,7 @@ impl Walk {
         y
     }
 
-    fn composed_norm(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
+    fn composed_norm(&self, x: &MetaTensor, norm: Norm, activation: NormActivation) -> MetaTensor {
         let n = x.elements();
         let normalised = self.normalised(n, norm);
         let affine = self.affine(n, norm);
@@ -52,7 +57,7 @@ impl Walk {
     }
 
     /// The rows, normalised.
-    fn normalised(&self, n: f64, norm: Norm) -> Shaped {
+    fn normalised(&self, n: f64, norm: Norm) -> MetaTensor {
         let wide = self.widened(n);
         let centred = norm.centres.then(|| self.floats(n));
         drop(self.floats(n));
@@ -62,7 +67,7 @@ impl Walk {
     }
 
     /// The normalised rows times the weight, plus the bias.
-    fn affine(&self, n: f64, norm: Norm) -> Shaped {
+    fn affine(&self, n: f64, norm: Norm) -> MetaTensor {
         let product = self.floats(n);
         if !norm.centres {
             return product;
@@ -73,7 +78,7 @@ impl Walk {
     }
 
     /// The gradient of the input, in float32; `None` if it has none.
-    fn norm_gradient(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Option<Shaped> {
+    fn norm_gradient(&self, x: &MetaTensor, norm: Norm, activation: NormActivation) -> Option<MetaTensor> {
         let n = x.elements();
         let normalised = self.normalised(n, norm);
         let mut dy = self.widened(n);
