@@ -76,7 +76,7 @@ impl Packed {
         for row in (0..rows).step_by(S::ROWS) {
             let panel_rows = row..(row + S::ROWS).min(rows);
             let panel = &mut data[row * depth..][..panel_rows.len() * depth];
-            LeftOperand::pack(&matrix, panel_rows, 0..depth, panel);
+            LeftOperand::pack::<S>(&matrix, panel_rows, 0..depth, panel);
         }
         Self { data, rows, depth }
     }
@@ -143,7 +143,7 @@ impl Problem<'_> {
         let line = panel_width::<S>(rows.len());
         let panel = &mut panel[..self.width * line];
         panel.fill(0.0);
-        RightOperand::pack(&matrix.t(), rows, 0..self.width, line, panel);
+        RightOperand::pack::<S>(&matrix.t(), rows, 0..self.width, line, panel);
         panel.iter_mut().for_each(|value| *value *= factor);
     }
 
@@ -170,7 +170,7 @@ impl Problem<'_> {
             let wide = panel_width::<S>(cols.len());
             let panel = &mut panels[col * rows.len()..][..rows.len() * wide];
             panel.fill(0.0);
-            RightOperand::pack(&matrix, cols, rows.clone(), wide, panel);
+            RightOperand::pack::<S>(&matrix, cols, rows.clone(), wide, panel);
             for (line, factor) in panel.chunks_exact_mut(wide).zip(factors.unwrap_or_default()) {
                 line.iter_mut().for_each(|value| *value *= factor);
             }

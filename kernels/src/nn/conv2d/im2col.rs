@@ -53,7 +53,7 @@ impl Im2col<'_> {
 
 impl RightOperand for Im2col<'_> {
     #[inline(always)]
-    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
+    fn pack<S: Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
         let g = self.g;
         let (plane, taps) = (g.height * g.width, g.kernel_h * g.kernel_w);
         let (runs, count) = self.runs(&cols);
@@ -122,7 +122,7 @@ pub(super) struct Im2colTransposed<'a> {
 
 impl RightOperand for Im2colTransposed<'_> {
     #[inline(always)]
-    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
+    fn pack<S: Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
         let g = self.g;
         let (plane, taps) = (g.height * g.width, g.kernel_h * g.kernel_w);
         for (j, col) in cols.enumerate() {
@@ -168,7 +168,7 @@ impl LeftOperand for FlippedWeight<'_> {
     fn prefetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
 
     #[inline(always)]
-    fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
+    fn pack<S: Simd>(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
         let (mut output, mut tap) = (depth.start / self.taps, depth.start % self.taps);
         for line in panel.chunks_exact_mut(rows.len()).take(depth.len()) {
             let first = (output * self.inputs + rows.start) * self.taps + (self.taps - 1 - tap);

@@ -1,5 +1,6 @@
 //! Matrices in slices, and how they are packed into panels for a product.
 
+use super::lines::{Element, Lines, Single};
 use super::product::{LeftOperand, RightOperand};
 use super::simd::Simd;
 use std::ops::Range;
@@ -88,86 +89,52 @@ impl LeftOperand for Mat<'_> {
     }
 
     #[inline(always)]
-    fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
+    fn pack<S: Simd>(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
         if depth.is_empty() {
             return;
         }
         let first = rows.start * self.row_stride + depth.start * self.col_stride;
-        let lines = StridedLines {
+        let lines = Lines::<Single> {
             data: &self.data[first..],
             line_stride: self.row_stride,
             depth_stride: self.col_stride,
         };
-        lines.pack(rows.len(), rows.len(), depth.len(), panel);
+        lines.pack::<S>(rows.len(), rows.len(), depth.len(), panel);
     }
 }
 
 impl RightOperand for Mat<'_> {
     #[inline(always)]
-    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
+    fn pack<S: Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
+        let stored = StoredMat::<Single> {
+            data: self.data,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+        };
+        stored.pack::<S>(cols, depth, width, panel);
+    }
+}
+
+/// A matrix whose elements are stored in another type than `f32`, as the right operand of a product.
+#[derive(Clone, Copy)]
+pub(crate) struct StoredMat<'a, E: Element> {
+    pub(crate) data: &'a [E::Stored],
+    pub(crate) row_stride: usize,
+    pub(crate) col_stride: usize,
+}
+
+impl<E: Element> RightOperand for StoredMat<'_, E> {
+    #[inline(always)]
+    fn pack<S: Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
         if depth.is_empty() {
             return;
         }
         let first = cols.start * self.col_stride + depth.start * self.row_stride;
-        let lines = StridedLines {
+        let lines = Lines::<E> {
             data: &self.data[first..],
             line_stride: self.col_stride,
             depth_stride: self.row_stride,
         };
-        lines.pack(cols.len(), width, depth.len(), panel);
-    }
-}
-
-/// Lines along depth: the rows of a left operand, or the columns of a right operand.
-struct StridedLines<'a> {
-    data: &'a [f32],
-    /// The distance between lines.
-    line_stride: usize,
-    /// The distance between the elements of a line.
-    depth_stride: usize,
-}
-
-impl StridedLines<'_> {
-    /// Writes a panel `[depth][width]`.
-    #[inline(always)]
-    fn pack(&self, lines: usize, width: usize, depth: usize, panel: &mut [f32]) {
-        if self.line_stride == 1 {
-            for (p, to) in panel.chunks_exact_mut(width).take(depth).enumerate() {
-                let from = &self.data[p * self.depth_stride..][..lines];
-                to[..lines].copy_from_slice(from);
-            }
-            return;
-        }
-        if self.depth_stride != 1 {
-            for (p, to) in panel.chunks_exact_mut(width).take(depth).enumerate() {
-                for (i, to) in to[..lines].iter_mut().enumerate() {
-                    *to = self.data[i * self.line_stride + p * self.depth_stride];
-                }
-            }
-            return;
-        }
-        // Lines are contiguous: four elements of four lines at a time, which the compiler transposes with shuffles.
-        let mut i = 0;
-        while i + 4 <= lines {
-            let at = |k: usize| self.data[(i + k) * self.line_stride..][..depth].as_chunks::<4>();
-            let ((a, a_rest), (b, b_rest), (c, c_rest), (d, d_rest)) = (at(0), at(1), at(2), at(3));
-            let mut put = |p: usize, values: [f32; 4]| panel[p * width + i..][..4].copy_from_slice(&values);
-            for (n, (((a, b), c), d)) in a.iter().zip(b).zip(c).zip(d).enumerate() {
-                for k in 0..4 {
-                    put(4 * n + k, [a[k], b[k], c[k], d[k]]);
-                }
-            }
-            let done = depth - a_rest.len();
-            for k in 0..a_rest.len() {
-                put(done + k, [a_rest[k], b_rest[k], c_rest[k], d_rest[k]]);
-            }
-            i += 4;
-        }
-        for i in i..lines {
-            let from = &self.data[i * self.line_stride..][..depth];
-            for (to, value) in panel[i..].iter_mut().step_by(width).zip(from) {
-                *to = *value;
-            }
-        }
+        lines.pack::<S>(cols.len(), width, depth.len(), panel);
     }
 }

@@ -5,16 +5,19 @@
 //! inputs give the same bits.
 
 mod elementwise;
+mod lines;
 mod mat;
 mod product;
 mod simd;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod transposition;
 mod widen;
 
 pub(crate) use elementwise::{Function, map_parallel, map_serial};
-pub(crate) use mat::Mat;
+pub(crate) use lines::{BrainHalf, Element, Half};
+pub(crate) use mat::{Mat, StoredMat};
 pub(crate) use product::{LeftOperand, Product, RightOperand, Sizes};
 #[cfg(any(test, target_arch = "x86_64"))]
 pub(crate) use simd::{Isa, best_isa};

@@ -32,14 +32,14 @@ pub(crate) trait LeftOperand: Sync {
     fn prefetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
 
     /// Writes a panel `[depth][rows]`: the elements of these rows in this range of depth.
-    fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]);
+    fn pack<S: Simd>(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]);
 }
 
 /// The right operand of a product.
 pub(crate) trait RightOperand: Sync {
     /// Writes a panel `[depth][width]`: the elements of these columns in this range of depth. `width` is at least the
     /// number of columns; elements beyond them are ignored.
-    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]);
+    fn pack<S: Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]);
 }
 
 /// The sizes of a product: `rows x depth` by `depth x cols`.
@@ -193,7 +193,7 @@ impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
                     let width = panel_width::<S>(panel_cols.len());
                     let first = (col - cols.start) * longest + (lines.start - depth.start) * width;
                     let panel = &mut packed_b[first..][..lines.len() * width];
-                    b.pack(panel_cols, lines.clone(), width, panel);
+                    b.pack::<S>(panel_cols, lines.clone(), width, panel);
                 }
             }
             for row in rows.clone().step_by(S::ROWS) {
@@ -202,7 +202,7 @@ impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
                     Some((data, stride)) => (LeftLayout::Rows(stride), data[row * stride + depth.start..].as_ptr()),
                     None => {
                         let panel = &mut packed_a[..depth.len() * panel_rows.len()];
-                        a.pack(panel_rows.clone(), depth.clone(), panel);
+                        a.pack::<S>(panel_rows.clone(), depth.clone(), panel);
                         (LeftLayout::Panel, panel.as_ptr())
                     }
                 };

@@ -7,6 +7,7 @@
     reason = "SIMD intrinsics are unsafe, and loads and stores take raw pointers"
 )]
 
+use super::transposition::Transpose;
 #[cfg(target_arch = "x86_64")]
 use super::widen::{Avx2, Avx512};
 use super::widen::{Plain, Widen};
@@ -20,7 +21,7 @@ use std::sync::OnceLock;
 ///
 /// # Safety
 /// Pointers must be valid for the elements that are read or written: [`Simd::LANES`] elements, or `n` elements.
-pub(crate) trait Simd: Widen {
+pub(crate) trait Simd: Widen + Transpose {
     /// The number of elements of a vector.
     const LANES: usize;
     /// Rows of the largest tile, of two vectors per row, that fits in registers.

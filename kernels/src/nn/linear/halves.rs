@@ -1,8 +1,8 @@
-//! Products with a weight that stays in 16-bit floats: a block of it at a time is widened to f32, so that a copy of the whole in f32
-//! never exists.
+//! Products with a weight that stays in 16-bit floats: it is widened to f32 as it is packed, or a block of it at a time, so that a copy of the
+//! whole in f32 never exists.
 
-use super::kernels::{FEW_ROWS, ForwardResult, multiply, multiply_few_rows_into, output_with_bias, rows_of};
-use crate::nn::cpu::{self, Mat, MatMut};
+use super::kernels::{FEW_ROWS, ForwardResult, multiply, multiply_few_rows_into, multiply_rows, rows_of};
+use crate::nn::cpu::{BrainHalf, Element, Half, Sizes, StoredMat};
 use crate::nn::transpose::transpose_slice;
 use crate::quant::HalfFormat;
 use candle_core::{Result, Shape};
@@ -37,16 +37,16 @@ impl<'a> HalfWeight<'a> {
         }
     }
 
-    /// Writes the numbers of these outputs and inputs to `block`, one row after the other.
-    fn widen(&self, outputs: Range<usize>, inputs: Range<usize>, block: &mut Vec<f32>) {
-        let width = inputs.len();
+    /// Writes the numbers of these outputs to `block`, one row after the other.
+    fn widen(&self, outputs: Range<usize>, block: &mut Vec<f32>) {
+        let width = self.inputs;
         block.resize(outputs.len() * width, 0.0);
         if width == 0 {
             return;
         }
         let rows = block.par_chunks_mut(width).zip(outputs.into_par_iter());
         rows.with_min_len(16).for_each(|(to, output)| {
-            let from = &self.data[output * self.inputs..][inputs.clone()];
+            let from = &self.data[output * width..][..width];
             self.format.widen(from, to);
         });
     }
@@ -55,59 +55,87 @@ impl<'a> HalfWeight<'a> {
     pub(super) fn multiply(&self, x: &[f32], shape: &Shape, bias: Option<&[f32]>) -> ForwardResult {
         let Self { outputs, inputs, .. } = *self;
         let rows = rows_of(shape);
+        if rows <= FEW_ROWS {
+            return self.multiply_few_rows(x, shape, bias);
+        }
+        let sizes = Sizes {
+            rows,
+            cols: outputs,
+            depth: inputs,
+        };
+        let y = match self.format {
+            HalfFormat::Bf16 => multiply_rows(x, &self.transposed::<BrainHalf>(), bias, sizes),
+            HalfFormat::F16 => multiply_rows(x, &self.transposed::<Half>(), bias, sizes),
+        };
+        Ok((y?, self.output_shape(shape)))
+    }
+
+    /// The transposed weight [inputs, outputs].
+    fn transposed<E: Element<Stored = [u8; 2]>>(&self) -> StoredMat<'a, E> {
+        StoredMat {
+            data: self.data,
+            row_stride: 1,
+            col_stride: self.inputs,
+        }
+    }
+
+    /// The shape of the output for an input of this shape.
+    fn output_shape(&self, input: &Shape) -> Shape {
+        let mut dims = input.dims().to_vec();
+        if let Some(width) = dims.last_mut() {
+            *width = self.outputs;
+        }
+        dims.into()
+    }
+
+    /// [`Self::multiply`] for few rows: blocks of the weight are widened, and read in place.
+    fn multiply_few_rows(&self, x: &[f32], shape: &Shape, bias: Option<&[f32]>) -> ForwardResult {
+        let Self { outputs, inputs, .. } = *self;
+        let rows = rows_of(shape);
         let mut block = Vec::new();
         if outputs * inputs <= BLOCK || inputs == 0 {
-            self.widen(0..outputs, 0..inputs, &mut block);
+            self.widen(0..outputs, &mut block);
             return multiply(x, shape, &block, outputs, bias);
-        }
-        let mut dims = shape.dims().to_vec();
-        if let Some(width) = dims.last_mut() {
-            *width = outputs;
         }
         if bias.is_some_and(|bias| bias.len() != outputs) {
             candle_core::bail!("linear: the bias does not match {outputs} outputs");
         }
         let step = (BLOCK / inputs).max(1);
-        let has_few_rows = rows <= FEW_ROWS;
-        let (mut y, beta) = match has_few_rows {
-            true => (vec![0f32; outputs * rows], 0.0),
-            false => output_with_bias(bias, rows, outputs)?,
-        };
+        let mut transposed = vec![0f32; outputs * rows];
         for start in (0..outputs).step_by(step) {
             let part = start..(start + step).min(outputs);
-            self.widen(part.clone(), 0..inputs, &mut block);
-            if has_few_rows {
-                // Transposed: the rows of this block lie together.
-                let to = &mut y[part.start * rows..part.end * rows];
-                let bias = bias.map(|bias| &bias[part.clone()]);
-                multiply_few_rows_into(to, x, &block, bias, [rows, inputs, part.len()])?;
-                continue;
-            }
-            let out = MatMut::strided(&mut y[part.start..], rows, part.len(), outputs);
-            let (x, weight) = (Mat::new(x, rows, inputs), Mat::new(&block, part.len(), inputs));
-            cpu::gemm(out, x, weight.t(), 1.0, beta, cpu::threads())?;
+            self.widen(part.clone(), &mut block);
+            // The rows of this block lie together in the transposed result.
+            let to = &mut transposed[part.start * rows..part.end * rows];
+            let bias = bias.map(|bias| &bias[part.clone()]);
+            multiply_few_rows_into(to, x, &block, bias, [rows, inputs, part.len()])?;
         }
-        match has_few_rows {
-            true => Ok((transpose_slice(&y, [1, outputs, rows]), dims.into())),
-            false => Ok((y, dims.into())),
-        }
+        Ok((
+            transpose_slice(&transposed, [1, outputs, rows]),
+            self.output_shape(shape),
+        ))
     }
 
     /// The gradient of an input of `rows` rows: dy W, from dy [rows, outputs].
     pub(super) fn backward_input(&self, rows: usize, dy: &[f32]) -> Result<Vec<f32>> {
-        let Self { outputs, inputs, .. } = *self;
-        let mut dx = vec![0f32; rows * inputs];
-        // Blocks of inputs, so that each sum is over all outputs at once.
-        let step = (BLOCK / outputs.max(1)).max(1);
-        let mut block = Vec::new();
-        for start in (0..inputs).step_by(step) {
-            let part = start..(start + step).min(inputs);
-            self.widen(0..outputs, part.clone(), &mut block);
-            let out = MatMut::strided(dx.get_mut(part.start..).unwrap_or_default(), rows, part.len(), inputs);
-            let (dy, weight) = (Mat::new(dy, rows, outputs), Mat::new(&block, outputs, part.len()));
-            cpu::gemm(out, dy, weight, 1.0, 0.0, cpu::threads())?;
+        let sizes = Sizes {
+            rows,
+            cols: self.inputs,
+            depth: self.outputs,
+        };
+        match self.format {
+            HalfFormat::Bf16 => multiply_rows(dy, &self.rows::<BrainHalf>(), None, sizes),
+            HalfFormat::F16 => multiply_rows(dy, &self.rows::<Half>(), None, sizes),
         }
-        Ok(dx)
+    }
+
+    /// The weight [outputs, inputs].
+    fn rows<E: Element<Stored = [u8; 2]>>(&self) -> StoredMat<'a, E> {
+        StoredMat {
+            data: self.data,
+            row_stride: self.inputs,
+            col_stride: 1,
+        }
     }
 }
 
