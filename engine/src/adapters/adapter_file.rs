@@ -32,6 +32,8 @@ pub struct AdapterFile {
     pub differences: Vec<String>,
     /// The header's metadata.
     pub metadata: BTreeMap<String, String>,
+    /// The layers whose weight in the base model peft saved too, with the shapes. These numbers are not read.
+    pub(super) base_weights: Vec<(String, Vec<usize>)>,
 }
 
 impl AdapterFile {
@@ -94,10 +96,14 @@ impl AdapterFile {
         }
         // The tensors of each layer, and the key of its first one.
         let mut layers: BTreeMap<String, (RoleTensors, String)> = BTreeMap::new();
-        let (mut unknown, mut differences) = (Vec::new(), Vec::new());
+        let (mut unknown, mut differences, mut base_weights) = (Vec::new(), Vec::new(), Vec::new());
         for (key, shape) in keys {
             let (stem, role) = match parse_key(&key) {
                 ParsedKey::Adapter(stem, role) => (stem.to_owned(), role),
+                ParsedKey::BaseWeight(stem) => {
+                    base_weights.push((stem.to_owned(), shape));
+                    continue;
+                }
                 ParsedKey::OtherNetwork(kind) => {
                     return Err(file_error(format!(
                         "tensor `{key}` belongs to {kind}, which is not supported: files of LoRA, LoCon, LoKr, LoHa, DoRA, OFT, BOFT and whole \
@@ -151,6 +157,7 @@ impl AdapterFile {
             unknown,
             differences,
             metadata,
+            base_weights,
         })
     }
 
@@ -206,7 +213,37 @@ impl AdapterFile {
                 }
             }
         }
+        self.check_base_weights(index, &resolved, &mut unknown)?;
         Ok((resolved, unknown))
+    }
+
+    /// Checks the weights of the base model that peft saved beside the LoRA of an embedding layer. They are frozen, so the model has them. A name
+    /// without an adapter is unknown.
+    ///
+    /// # Errors
+    /// When the model has another number of rows: the vocabulary of the base model was changed.
+    fn check_base_weights(&self, index: &LayerIndex, found: &FileLayers, unknown: &mut Vec<String>) -> Result<()> {
+        for (stem, shape) in &self.base_weights {
+            let named = index.resolve(stem).filter(|named| {
+                let mut layers = named.layers.iter();
+                layers.any(|(path, _)| found.contains_key(&(named.part, path.clone())))
+            });
+            let Some(named) = named else {
+                unknown.push(format!("{stem}.base_layer.weight"));
+                continue;
+            };
+            if shape.first() != Some(&named.rows()) {
+                return Err(EngineError::WeightsFile {
+                    path: self.path.clone(),
+                    reason: format!(
+                        "its `{stem}.base_layer.weight` has the shape {shape:?}, and the model has {} rows there: the vocabulary of the model \
+                         that it was trained on was changed, so use that model",
+                        named.rows()
+                    ),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// The family that the file was made for, and what shows it. `None`: nothing does.

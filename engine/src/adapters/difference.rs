@@ -7,7 +7,7 @@ use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::{NamedLayers, RowRanges};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
-use super::weight_adapter::{WeightAdapter, add_product, over_channels, select_rows, tracked_if};
+use super::weight_adapter::{WeightAdapter, add_product, select_rows, tracked_if};
 use crate::nn::{BaseLayer, LayerAdapter, NormAdapter};
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
@@ -117,7 +117,7 @@ impl LayerAdapter for DenseLayer {
         let bias = self.bias.as_ref().map(|bias| self.scaled(bias)).transpose()?;
         match (&self.weight, bias) {
             (Some(weight), bias) => add_product(layer.kind, x, &self.scaled(weight)?, bias.as_ref(), &output),
-            (None, Some(bias)) => output.broadcast_add(&over_channels(layer.kind, &bias.to_dtype(output.dtype())?)?),
+            (None, Some(bias)) => output.broadcast_add(&layer.kind.over_channels(&bias.to_dtype(output.dtype())?)?),
             (None, None) => Ok(output),
         }
     }

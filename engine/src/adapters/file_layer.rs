@@ -80,6 +80,19 @@ pub trait FileLayer: Debug + Send + Sync {
     /// When the shapes do not match.
     fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String>;
 
+    /// The adapter for an embedding layer, whose weight is [count, width].
+    ///
+    /// # Errors
+    /// When it is of a type that embedding layers do not have, or the shapes do not match.
+    fn embedding_adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
+        let _ = site;
+        Err(format!(
+            "the file has a {} of it, which is an embedding layer: only LoRAs and DoRAs of such layers can be used, with peft's names \
+             (`lora_embedding_A`, `lora_embedding_B`)",
+            self.kind()
+        ))
+    }
+
     /// The adapter for a norm.
     ///
     /// # Errors

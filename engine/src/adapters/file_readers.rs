@@ -6,16 +6,17 @@ use super::file_layer::{FileLayer, Reader, RoleTensors};
 use super::keys::TensorRole;
 use super::loha::LohaTensors;
 use super::lokr::LokrTensors;
-use super::lora::read_lora;
+use super::lora::{read_lora, read_lora_embedding};
 use super::oft::read_oft;
 use super::whole_layer::read_whole;
 use std::sync::Arc;
 
 /// Each reads the tensors of a layer if it knows them.
-const READERS: [Reader; 7] = [
+const READERS: [Reader; 8] = [
     read_difference,
     read_decomposed,
     read_lora,
+    read_lora_embedding,
     LokrTensors::read,
     LohaTensors::read,
     read_oft,

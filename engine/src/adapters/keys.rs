@@ -6,6 +6,7 @@
 //! | sd-scripts, original paths | `lora_unet_input_blocks_1_1_proj_in.lora_down.weight` |
 //! | diffusers / peft | `unet.down_blocks.0.attentions.0.proj_in.lora_A.weight`, `….lora.down.weight` |
 //! | bare peft | `base_model.model.down_blocks.0.attentions.0.proj_in.lora_A.weight` |
+//! | peft, embedding layers | `base_model.model.model.embed_tokens.lora_embedding_A`, and `….base_layer.weight`, the table of the base model |
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
 //! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.hada_w1_a`, `.oft_blocks`, `.dora_scale`, `.diff` for layers that are kept whole, and `.w_norm` |
 //! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
@@ -18,6 +19,10 @@ pub(super) enum TensorRole {
     Down,
     Up,
     Mid,
+    /// `down` of an embedding layer.
+    EmbeddingDown,
+    /// `up` of an embedding layer.
+    EmbeddingUp,
     Alpha,
     /// A scalar that LyCORIS trains; it multiplies the update.
     Scalar,
@@ -64,13 +69,15 @@ impl TensorRole {
 pub(super) enum ParsedKey<'a> {
     /// A tensor of a supported type of adapter: the key without its suffix, and the tensor's role.
     Adapter(&'a str, TensorRole),
+    /// The weight of a layer as the base model has it, which peft saves beside the LoRA of an embedding layer: the key without its suffix.
+    BaseWeight(&'a str),
     /// A tensor of an unsupported network type, by the type's name.
     OtherNetwork(&'static str),
     /// Not a key of a known network type.
     Unknown,
 }
 
-const SUFFIXES: [(&str, TensorRole); 45] = [
+const SUFFIXES: [(&str, TensorRole); 47] = [
     (".lora_down.weight", TensorRole::Down),
     (".lora_up.weight", TensorRole::Up),
     (".lora_mid.weight", TensorRole::Mid),
@@ -80,6 +87,8 @@ const SUFFIXES: [(&str, TensorRole); 45] = [
     (".lora_B.default_0.weight", TensorRole::Up),
     (".lora_A.weight", TensorRole::Down),
     (".lora_B.weight", TensorRole::Up),
+    (".lora_embedding_A", TensorRole::EmbeddingDown),
+    (".lora_embedding_B", TensorRole::EmbeddingUp),
     (".lora_A", TensorRole::Down),
     (".lora_B", TensorRole::Up),
     (".lora_linear_layer.down.weight", TensorRole::Down),
@@ -137,6 +146,9 @@ pub(super) fn parse_key(key: &str) -> ParsedKey<'_> {
             return ParsedKey::Adapter(stem, role);
         }
     }
+    if let Some(stem) = key.strip_suffix(".base_layer.weight") {
+        return ParsedKey::BaseWeight(stem);
+    }
     for (suffix, role) in [(".weight", TensorRole::Whole), (".bias", TensorRole::WholeBias)] {
         if let Some(stem) = key.strip_suffix(suffix).filter(|stem| WHOLE_LAYERS.contains(stem)) {
             return ParsedKey::Adapter(stem, role);
@@ -174,6 +186,11 @@ mod tests {
             parse_key("a.processor.qkv_lora2.down.weight"),
             ParsedKey::Adapter("a.processor.qkv_lora2", TensorRole::Down)
         );
+        assert_eq!(
+            parse_key("a.wte.lora_embedding_B"),
+            ParsedKey::Adapter("a.wte", TensorRole::EmbeddingUp)
+        );
+        assert_eq!(parse_key("a.wte.base_layer.weight"), ParsedKey::BaseWeight("a.wte"));
         assert_eq!(parse_key("a.alpha"), ParsedKey::Adapter("a", TensorRole::Alpha));
         assert_eq!(parse_key("a.lokr_w2_b"), ParsedKey::Adapter("a", TensorRole::LokrW2B));
         assert_eq!(parse_key("a.hada_w1_a"), ParsedKey::Adapter("a", TensorRole::HadaW1A));

@@ -40,7 +40,7 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
 pub struct LoadedChanges {
     /// The file.
     pub file: LoadedAdapter,
-    /// The adapters of linear layers and convolutions, by the names of the layers in their part.
+    /// The adapters of linear layers, convolutions and embedding layers, by the names of the layers in their part.
     pub layers: BTreeMap<String, Arc<dyn WeightAdapter>>,
     /// Those of norms.
     pub norms: BTreeMap<String, Arc<dyn NormAdapter>>,
@@ -276,12 +276,16 @@ fn make_adapters(
                 LayerMut::Norm(norm) => tensors
                     .norm_adapter(site, norm.own_bias().is_some())
                     .map(FileAdapter::Norm),
-                LayerMut::Linear(_) | LayerMut::Conv2d(_) => tensors.adapter(site).map(FileAdapter::Layer),
+                LayerMut::Embedding(_) => tensors.embedding_adapter(site).map(FileAdapter::Layer),
+                LayerMut::Linear(_) | LayerMut::Conv2d(_) | LayerMut::Conv1d(_) | LayerMut::Conv3d(_) => {
+                    tensors.adapter(site).map(FileAdapter::Layer)
+                }
             };
             place(name, layer, adapter.map_err(failed)?);
             Ok(())
         };
         layers.visit_layers(&mut visit)?;
+        layers.visit_embeddings(&mut visit)?;
         layers.visit_norms(&mut visit)?;
     }
     Ok(())
@@ -320,10 +324,12 @@ pub(super) fn index_layers(parts: &mut [Part<'_>]) -> Result<LayerIndex> {
     let mut index = LayerIndex::default();
     for part in parts.iter_mut() {
         let mut named = Vec::new();
-        part.layers.visit_layers(&mut |name, layer| {
+        let mut name_layer = |name: &str, layer: LayerMut<'_>| {
             named.push((name.to_owned(), layer.weight().dims().first().copied().unwrap_or(0)));
             Ok(())
-        })?;
+        };
+        part.layers.visit_layers(&mut name_layer)?;
+        part.layers.visit_embeddings(&mut name_layer)?;
         index.add(part, &named);
         let mut norms = Vec::new();
         part.layers.visit_norms(&mut |name, norm| {
@@ -340,6 +346,9 @@ pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<dyn LayerAdapter>
     match layer {
         LayerMut::Linear(l) => l.adapters.push(adapter),
         LayerMut::Conv2d(c) => c.adapters.push(adapter),
+        LayerMut::Conv1d(c) => c.adapters.push(adapter),
+        LayerMut::Conv3d(c) => c.adapters.push(adapter),
+        LayerMut::Embedding(e) => e.adapters.push(adapter),
         // Norms have adapters of their own (`NormAdapter`).
         LayerMut::Norm(_) => {}
     }

@@ -167,6 +167,7 @@ impl AdapterNetwork {
                 None => Ok(()),
             };
             part.layers.visit_layers(&mut visit)?;
+            part.layers.visit_embeddings(&mut visit)?;
             part.layers.visit_norms(&mut visit)?;
         }
         Ok(())

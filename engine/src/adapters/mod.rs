@@ -11,6 +11,7 @@
 //! - [`rescale_lora`]: changes the strength of a file.
 //! - [`convert_lora`]: writes a file with the names of another program.
 
+mod adapter_config;
 mod adapter_file;
 mod control;
 mod convert;
@@ -41,6 +42,7 @@ mod trained_layer;
 mod weight_adapter;
 mod whole_layer;
 
+pub use adapter_config::AdapterConfig;
 pub use adapter_file::AdapterFile;
 pub use convert::{Conversion, ConvertedAdapter, Dialect, convert_lora};
 pub use difference::Difference;
@@ -58,13 +60,19 @@ pub use lokr::{Lokr, LokrSplits};
 pub use lora::{Lora, LoraLayer, LoraTensors};
 pub use model_layers::{ModelLayer, model_layers};
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
-pub use network::{AdapterConfig, AdapterNetwork, LoadReport};
+pub use network::{AdapterNetwork, LoadReport};
 pub use ranks::{LayerRank, Rank};
 pub use rescale::{RescaledLora, Rescaling, rescale_lora};
 pub use save::{is_finite, lora_file_bytes, python_json, safetensors_bytes};
 pub use trained_layer::{AdapterType, ChangeFactors, NewLayer, TrainedLayer, Values};
 pub use weight_adapter::WeightAdapter;
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod conv_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod embedding_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod flux_tests;

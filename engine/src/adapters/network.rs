@@ -1,258 +1,24 @@
 //! The trainable network of a model: its target layers, saving and loading. The types of adapters are in files of their own.
 
+use super::adapter_config::{AdapterConfig, LayerTraining, Naming, has_large_kernel};
 use super::adapter_file::AdapterFile;
 use super::difference::{DenseLayer, Difference};
-use super::dropout::Dropout;
 use super::handle::AdapterHandle;
 use super::load::{attach_adapter, index_layers};
 use super::lora::Lora;
-use super::names::{LayerIndex, LayerKey, flatten, old_prefix, saved_name, toolkit_name};
-use super::ranks::{LayerRank, Rank, ranks_of};
+use super::names::{LayerIndex, LayerKey};
+use super::ranks::{Rank, ranks_of};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
-use super::whole_layer::{PREFIX, WHOLE_LAYERS, Whole};
+use super::whole_layer::{PREFIX, Whole};
 use crate::error::{EngineError, Result};
 use crate::families::{AdapterNames, Part, PartRole};
 use crate::nn::{LayerMut, NormParams};
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
-use aitk_common::job::lora_containers::is_in_container;
+use crate::weights::Weight;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// The settings in `network`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AdapterConfig {
-    /// The rank for linear layers and 1x1 convolutions.
-    pub rank: usize,
-    /// The alpha for linear layers and 1x1 convolutions.
-    pub alpha: f64,
-    /// The rank for larger convolutions; `None`: they get no LoRA.
-    pub conv_rank: Option<usize>,
-    /// The alpha for larger convolutions.
-    pub conv_alpha: f64,
-    /// Other ranks and alphas for some of the layers. The first entry whose text is in a layer's name is used.
-    pub layer_ranks: Vec<LayerRank>,
-    /// What training drops.
-    pub dropout: Dropout,
-    /// Larger convolutions have a Tucker decomposition, with a third matrix (LyCORIS' `use_tucker`).
-    pub tucker: bool,
-    /// The scale is alpha / sqrt(rank) in place of alpha / rank (LyCORIS' `rs_lora`).
-    pub rank_stabilised: bool,
-    /// A trained number multiplies the change of each LoRA, LoKr and LoHa (LyCORIS' `use_scalar`).
-    pub scalar: bool,
-    /// Only layers whose name contains one of these strings are targets. Empty: all layers.
-    pub only_if_contains: Vec<String>,
-    /// Layers whose name contains one of these strings are not targets. Takes precedence over `only_if_contains`.
-    pub ignore_if_contains: Vec<String>,
-    /// Targets whose name contains one of these strings, also norms, and convolutions whatever their kernel, are trained as whole
-    /// differences of weight and bias ([`Difference`]), whatever the type of the network.
-    pub full_if_contains: Vec<String>,
-    /// All norms are trained as whole differences.
-    pub norms: bool,
-    /// Differences of norms have LyCORIS' names in files (`train_norm`).
-    pub lycoris_norms: bool,
-    /// Only layers and norms in modules of a U-Net with these class names in diffusers are targets. Empty: all are.
-    pub containers: Vec<String>,
-    /// The first and the last convolution of a U-Net are trained themselves, whatever the filters say.
-    pub whole_in_out: bool,
-    /// Only layers with at least this many weights and biases are targets.
-    pub parameter_threshold: u64,
-    /// Only layers in the repeated blocks of a transformer ([`Part::block_lists`]) are targets.
-    pub blocks_only: bool,
-    /// Layers with dotted names have the alpha too, because a file beside the saved one has it (peft's `adapter_config.json`).
-    pub alpha_in_config: bool,
-}
-
-impl Default for AdapterConfig {
-    /// Rank 4 and alpha 1 for linear layers and 1x1 convolutions of repeated blocks.
-    fn default() -> Self {
-        Self {
-            rank: 4,
-            alpha: 1.0,
-            conv_rank: None,
-            conv_alpha: 1.0,
-            layer_ranks: Vec::new(),
-            dropout: Dropout::default(),
-            tucker: false,
-            rank_stabilised: false,
-            scalar: false,
-            only_if_contains: Vec::new(),
-            ignore_if_contains: Vec::new(),
-            full_if_contains: Vec::new(),
-            norms: false,
-            lycoris_norms: false,
-            containers: Vec::new(),
-            whole_in_out: false,
-            parameter_threshold: 0,
-            blocks_only: true,
-            alpha_in_config: false,
-        }
-    }
-}
-
-/// How a layer is trained.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum LayerTraining {
-    /// With the network's type of adapter.
-    Adapter(Rank),
-    /// As a whole difference.
-    Difference,
-    /// Itself.
-    Whole,
-}
-
-impl AdapterConfig {
-    /// The names of a layer or norm by which filters of the config select it. `None`: they leave it out, or it is in no part of the model
-    /// that is trained.
-    fn selected(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> Option<Names> {
-        if part.role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
-            return None;
-        }
-        let is_in = |block: &&str| path.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
-        if self.blocks_only && !part.block_lists.is_empty() && !part.block_lists.iter().any(is_in) {
-            return None;
-        }
-        let is_unet = part.role == PartRole::Denoiser && part.part_names == AdapterNames::Kohya;
-        if is_unet && !is_in_container(&self.containers, path) {
-            return None;
-        }
-        let parameters = dims.iter().product::<usize>() + if has_bias { dims[0] } else { 0 };
-        if (parameters as u64) < self.parameter_threshold {
-            return None;
-        }
-        let names = Names::of(part, path);
-        if self.ignore_if_contains.iter().any(|s| contain(s, &names.dotted)) {
-            return None;
-        }
-        let is_selected =
-            self.only_if_contains.is_empty() || self.only_if_contains.iter().any(|text| names.contain(text));
-        is_selected.then_some(names)
-    }
-
-    /// Whether a norm of a part with this path and weight shape is trained.
-    fn trains_norm(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> bool {
-        let names = self.selected(part, path, dims, has_bias);
-        names.is_some_and(|names| self.norms || self.full_if_contains.iter().any(|text| names.contain(text)))
-    }
-
-    /// How a layer of a part with this path and weight shape is trained; `None` if it is not a target. `of_file`: the ranks of the layers
-    /// of a file, which alone are targets.
-    fn target(
-        &self,
-        part: Naming,
-        path: &str,
-        dims: &[usize],
-        has_bias: bool,
-        of_file: Option<&BTreeMap<LayerKey, Rank>>,
-    ) -> Option<LayerTraining> {
-        if self.whole_in_out && part.role == PartRole::Denoiser && WHOLE_LAYERS.contains(&path) {
-            return Some(LayerTraining::Whole);
-        }
-        let names = self.selected(part, path, dims, has_bias)?;
-        if self.full_if_contains.iter().any(|text| names.contain(text)) {
-            return Some(LayerTraining::Difference);
-        }
-        let entry = self.layer_ranks.iter().find(|entry| names.contain(&entry.contains));
-        let has_large_kernel = has_large_kernel(dims);
-        let Rank { rank, alpha } = match (of_file, entry) {
-            (Some(ranks), _) => *ranks.get(&(part.part, path.to_owned()))?,
-            (None, Some(entry)) if has_large_kernel => entry.conv,
-            (None, Some(entry)) => entry.linear,
-            (None, None) if has_large_kernel => Rank {
-                rank: self.conv_rank?,
-                alpha: self.conv_alpha,
-            },
-            (None, None) => Rank {
-                rank: self.rank,
-                alpha: self.alpha,
-            },
-        };
-        let alpha = match part.names {
-            // These names have an alpha beside them. As LyCORIS, so that programs, which take alpha / rank, get the scale.
-            AdapterNames::Kohya if self.rank_stabilised => alpha * (rank as f64).sqrt(),
-            AdapterNames::Kohya => alpha,
-            AdapterNames::Peft if self.alpha_in_config => alpha,
-            // Their files have no alpha, so the scale is 1.
-            AdapterNames::Peft => rank as f64,
-        };
-        (rank > 0).then_some(LayerTraining::Adapter(Rank { rank, alpha }))
-    }
-}
-
-/// The names of a layer that filters match.
-struct Names {
-    dotted: Vec<String>,
-    flattened: Vec<String>,
-}
-
-impl Names {
-    fn of(part: Naming, path: &str) -> Self {
-        let mut dotted = vec![format!("{}.{path}", part.lora_prefix)];
-        let saved = part.saved_name(path);
-        dotted.extend(toolkit_name(&saved_name(
-            part.part_names,
-            part.role,
-            part.lora_prefix,
-            path,
-        )));
-        let flattened = dotted.iter().chain([&saved]).map(|name| flatten(name)).collect();
-        Self { dotted, flattened }
-    }
-
-    fn contain(&self, text: &str) -> bool {
-        contain(text, &self.dotted) || contain(text, &self.flattened)
-    }
-}
-
-fn contain(text: &str, names: &[String]) -> bool {
-    names.iter().any(|name| name.contains(text))
-}
-
-/// Whether a weight of this shape is that of a convolution with a kernel above 1x1.
-fn has_large_kernel(dims: &[usize]) -> bool {
-    dims.iter().skip(2).any(|side| *side > 1)
-}
-
-/// How the layers of a part are named.
-#[derive(Clone, Copy)]
-struct Naming {
-    part: &'static str,
-    role: PartRole,
-    lora_prefix: &'static str,
-    /// The beginning of saved names.
-    saved_prefix: &'static str,
-    names: AdapterNames,
-    /// Those of the part, which filters of configs match too.
-    part_names: AdapterNames,
-    block_lists: &'static [&'static str],
-}
-
-impl Naming {
-    fn of(part: &Part<'_>, adapter: &dyn AdapterType) -> Self {
-        let naming = Self {
-            part: part.id,
-            role: part.role,
-            lora_prefix: part.lora_prefix,
-            saved_prefix: part.lora_prefix,
-            names: part.lora_names,
-            part_names: part.lora_names,
-            block_lists: part.block_lists,
-        };
-        match adapter.has_old_names() && part.lora_names == AdapterNames::Peft {
-            true => Self {
-                saved_prefix: old_prefix(part.id),
-                names: AdapterNames::Kohya,
-                ..naming
-            },
-            false => naming,
-        }
-    }
-
-    fn saved_name(self, path: &str) -> String {
-        saved_name(self.names, self.role, self.saved_prefix, path)
-    }
-}
 
 /// A layer with an adapter.
 #[derive(Debug)]
@@ -373,15 +139,28 @@ impl<'a> NewTargets<'a> {
             Some(LayerTraining::Difference) => (&Difference as &dyn AdapterType, whole),
             Some(LayerTraining::Whole) => (&Whole as &dyn AdapterType, whole),
         };
-        let new = NewLayer {
-            name: match target {
-                Some(LayerTraining::Whole) => format!("{PREFIX}{path}"),
-                _ => naming.saved_name(path),
-            },
+        let name = match target {
+            Some(LayerTraining::Whole) => format!("{PREFIX}{path}"),
+            _ => naming.saved_name(path),
+        };
+        let new = self.new_layer(name, naming, (weight, bias), Rank { rank, alpha });
+        Ok(Some(adapter.create(new, generator)?))
+    }
+
+    /// What an adapter is made of.
+    fn new_layer<'b>(
+        &'b self,
+        name: String,
+        naming: Naming,
+        (weight, bias): (&'b Weight, Option<&'b Tensor>),
+        Rank { rank, alpha }: Rank,
+    ) -> NewLayer<'b> {
+        NewLayer {
+            name,
             names: naming.names,
             weight,
             bias,
-            dims,
+            dims: weight.dims(),
             device: weight.device(),
             rank,
             alpha,
@@ -390,8 +169,24 @@ impl<'a> NewTargets<'a> {
             rank_stabilised: self.config.rank_stabilised,
             scalar: self.config.scalar,
             handle: &self.handle,
+        }
+    }
+
+    /// The adapter of an embedding layer; `None` if it is not a target.
+    fn of_embedding(
+        &self,
+        naming: Naming,
+        path: &str,
+        layer: &LayerMut<'_>,
+        generator: &mut TorchGenerator,
+    ) -> Result<Option<Arc<dyn TrainedLayer>>> {
+        let weight = layer.weight();
+        let target = self.config.embedding_target(naming, path, weight.dims());
+        let Some(rank) = target.filter(|_| self.adapter.covers_embeddings()) else {
+            return Ok(None);
         };
-        Ok(Some(adapter.create(new, generator)?))
+        let new = self.new_layer(naming.saved_name(path), naming, (weight, None), rank);
+        Ok(Some(self.adapter.create_embedding(new, generator)?))
     }
 
     /// The difference of a norm; `None` if it is not a target.
@@ -401,21 +196,8 @@ impl<'a> NewTargets<'a> {
         if !self.config.trains_norm(naming, path, dims, bias.is_some()) {
             return Ok(None);
         }
-        let layer = DenseLayer::zeros(NewLayer {
-            name: naming.saved_name(path),
-            names: naming.names,
-            weight,
-            bias,
-            dims,
-            device: weight.device(),
-            rank: 1,
-            alpha: 1.0,
-            dropout: self.config.dropout,
-            tucker: self.config.tucker,
-            rank_stabilised: self.config.rank_stabilised,
-            scalar: self.config.scalar,
-            handle: &self.handle,
-        })?;
+        let whole = Rank { rank: 1, alpha: 1.0 };
+        let layer = DenseLayer::zeros(self.new_layer(naming.saved_name(path), naming, (weight, bias), whole))?;
         Ok(Some(Arc::new(match self.config.lycoris_norms {
             true => layer.with_lycoris_names(),
             false => layer,
@@ -474,6 +256,24 @@ impl AdapterNetwork {
                 Ok(())
             })?;
         }
+        // After the layers, so that the numbers that are drawn for these do not depend on them.
+        for part in parts.iter_mut() {
+            let naming = Naming::of(part, adapter);
+            part.layers.visit_embeddings(&mut |path, layer| {
+                let Some(trained) = new.of_embedding(naming, path, &layer, generator)? else {
+                    return Ok(());
+                };
+                targets.push(TargetLayer {
+                    part: naming.part,
+                    role: naming.role,
+                    path: path.to_owned(),
+                    has_large_kernel: false,
+                    layer: trained.clone(),
+                });
+                attach_adapter(layer, trained);
+                Ok(())
+            })?;
+        }
         for part in parts.iter_mut() {
             let naming = Naming::of(part, adapter);
             part.layers.visit_norms(&mut |path, norm| {
@@ -524,6 +324,11 @@ impl AdapterNetwork {
                 };
                 Ok(())
             })?;
+            part.layers.visit_embeddings(&mut |path, layer| {
+                let target = config.embedding_target(naming, path, layer.weight().dims());
+                has_target |= target.is_some() && adapter.covers_embeddings();
+                Ok(())
+            })?;
             part.layers.visit_norms(&mut |path, norm| {
                 let LayerMut::Norm(norm) = norm else { return Ok(()) };
                 has_target |= config.trains_norm(naming, path, norm.weight.dims(), norm.own_bias().is_some());
@@ -558,6 +363,12 @@ impl AdapterNetwork {
             let naming = Naming::of(part, adapter);
             part.layers.visit_layers(&mut |path, layer| {
                 if continues && let Some(trained) = new.of_layer(naming, path, &layer, generator)? {
+                    continues = show(&*trained);
+                }
+                Ok(())
+            })?;
+            part.layers.visit_embeddings(&mut |path, layer| {
+                if continues && let Some(trained) = new.of_embedding(naming, path, &layer, generator)? {
                     continues = show(&*trained);
                 }
                 Ok(())

@@ -11,7 +11,7 @@ use super::handle::AdapterHandle;
 use super::keys::TensorRole;
 use super::names::NamedLayers;
 use super::stored_matrix::with_alpha;
-use super::weight_adapter::{WeightAdapter, channels_axis};
+use super::weight_adapter::WeightAdapter;
 use crate::nn::{BaseLayer, LayerAdapter, forward_layer};
 use crate::weights::Weight;
 use candle_core::{DType, Device, Result, Tensor};
@@ -233,7 +233,7 @@ impl LayerAdapter for OftLayer {
         }
         let product = forward_layer(layer, x, false, &[])?;
         // Channels last, in rows.
-        let axis = channels_axis(layer.kind, &product);
+        let axis = layer.kind.channels_axis(product.rank());
         let last = product.transpose(axis, product.rank() - 1)?.contiguous()?;
         let rows = last.flatten_to(last.rank() - 2)?.to_dtype(DType::F32)?;
         let change = (self.rotate(&rows, strength)? - rows)?.reshape(last.shape())?;

@@ -2,7 +2,7 @@
 
 use super::adapter_file::AdapterFile;
 use super::keys::{ParsedKey, TensorRole, parse_key};
-use super::lora::LoraTensors;
+use super::lora::{LoraEmbeddingTensors, LoraTensors};
 use super::save::is_finite;
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
@@ -77,8 +77,11 @@ pub fn rescale_lora(
     }
     let mut ranks = BTreeMap::new();
     for module in &file.modules {
-        if let Some(lora) = module.tensors.as_any().downcast_ref::<LoraTensors>() {
-            ranks.insert(module.stem.as_str(), lora.rank());
+        let tensors = module.tensors.as_any();
+        let of_lora = tensors.downcast_ref().map(LoraTensors::rank);
+        let rank = of_lora.or_else(|| tensors.downcast_ref().map(LoraEmbeddingTensors::rank));
+        if let Some(rank) = rank {
+            ranks.insert(module.stem.as_str(), rank);
             continue;
         }
         let kind = module.tensors.kind();
@@ -115,8 +118,8 @@ pub fn rescale_lora(
             _ => None,
         };
         let scale = match (parsed, target) {
-            (Some((_, TensorRole::Down)), ScaleTarget::UpDown) => each,
-            (Some((_, TensorRole::Up)), ScaleTarget::UpDown) => each.copysign(factor),
+            (Some((_, TensorRole::Down | TensorRole::EmbeddingDown)), ScaleTarget::UpDown) => each,
+            (Some((_, TensorRole::Up | TensorRole::EmbeddingUp)), ScaleTarget::UpDown) => each.copysign(factor),
             // One factor of a product, or the whole difference.
             (
                 Some((

@@ -32,6 +32,20 @@ pub trait AdapterType: Debug {
         false
     }
 
+    /// Whether embedding layers can have one ([`Self::create_embedding`]).
+    fn covers_embeddings(&self) -> bool {
+        false
+    }
+
+    /// A new adapter of an embedding layer, whose weight is [count, width]. It changes nothing yet.
+    ///
+    /// # Errors
+    /// When the device fails, or the type has no adapter of such layers.
+    fn create_embedding(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
+        let _ = generator;
+        candle_core::bail!("{}: {self:?} has no adapter of embedding layers", new.name)
+    }
+
     /// A new adapter that changes nothing yet.
     ///
     /// # Errors

@@ -4,7 +4,6 @@ use super::file_layer::FileLayer;
 use super::lycoris_tests::{layers, tensors};
 use super::trained_layer::NewLayer;
 use super::types_tests::{Layer, Tensors, cases, check};
-use super::weight_adapter::over_channels;
 use super::*;
 use crate::autograd;
 use crate::families::AdapterNames;
@@ -418,7 +417,7 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
             1e-5,
             &what,
         );
-        let probe_of_kept = probe.broadcast_mul(&over_channels(layer.kind, &kept).unwrap()).unwrap();
+        let probe_of_kept = probe.broadcast_mul(&layer.kind.over_channels(&kept).unwrap()).unwrap();
         for ((name, found), (_, expected)) in run(&dropping, probe).into_iter().zip(run(&whole, &probe_of_kept)) {
             check(&found, &expected, 1e-5, &format!("{what}: gradient of {name}"));
         }

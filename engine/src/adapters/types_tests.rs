@@ -393,6 +393,7 @@ fn layers_of_a_model_call_the_forward_pass_of_their_first_adapter() {
                 adapters: vec![adapter],
             }
             .forward(x),
+            other => panic!("{other:?}"),
         };
         check(&y.unwrap(), &found[&format!("{case}/y/1")], 2e-6, case);
     }

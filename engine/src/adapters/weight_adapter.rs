@@ -1,6 +1,6 @@
 //! Adapters whose change of a layer's weight can be computed as a tensor.
 
-use crate::nn::{LayerAdapter, LayerKind, LowRank, conv2d, linear};
+use crate::nn::{LayerAdapter, LayerKind, LowRank, conv1d, conv2d, conv3d, linear, lookup};
 use crate::weights::Weight;
 use candle_core::{Result, Tensor};
 
@@ -30,11 +30,15 @@ pub trait WeightAdapter: LayerAdapter {
     }
 }
 
-/// The product of an input with a weight of a layer of this kind, plus a bias [out], all in one dtype.
+/// The product of an input with a weight of a layer of this kind, plus a bias [out], all in one dtype. Of an embedding layer, which has no
+/// bias, the input is ids.
 pub(super) fn product(kind: LayerKind, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     match kind {
         LayerKind::Linear => linear(x, weight, bias),
         LayerKind::Conv { stride, padding } => conv2d(x, weight, bias, stride, padding),
+        LayerKind::Conv1d { stride, padding } => conv1d(x, weight, bias, stride, padding),
+        LayerKind::Conv3d { strides, paddings } => conv3d(x, weight, bias, strides, paddings),
+        LayerKind::Embedding => lookup(x, weight),
     }
 }
 
@@ -48,25 +52,14 @@ pub(super) fn add_product(
     output: &Tensor,
 ) -> Result<Tensor> {
     let dtype = output.dtype();
-    let (x, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
+    let x = match kind {
+        // They are ids.
+        LayerKind::Embedding => x.clone(),
+        _ => x.to_dtype(dtype)?,
+    };
+    let weight = weight.to_dtype(dtype)?;
     let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
     crate::nn::add(output, &product(kind, &x, &weight, bias.as_ref())?)
-}
-
-/// The axis of a layer's output that has its channels.
-pub(super) fn channels_axis(kind: LayerKind, output: &Tensor) -> usize {
-    match kind {
-        LayerKind::Linear => output.rank().saturating_sub(1),
-        LayerKind::Conv { .. } => 1,
-    }
-}
-
-/// A vector over the channels in a shape that broadcasts to the output, or the input, of a layer.
-pub(super) fn over_channels(kind: LayerKind, vector: &Tensor) -> Result<Tensor> {
-    match kind {
-        LayerKind::Linear => Ok(vector.clone()),
-        LayerKind::Conv { .. } => vector.reshape((1, (), 1, 1)),
-    }
 }
 
 /// A variable, tracked for gradients if `is_training`.

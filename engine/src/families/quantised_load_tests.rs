@@ -22,11 +22,7 @@ fn relative_error(found: &Tensor, expected: &Tensor) -> f64 {
 fn plain_layers_and_bytes(model: &mut SdModel) -> (Vec<String>, usize) {
     let (mut plain, mut bytes) = (Vec::new(), 0);
     let mut visit = |name: &str, layer: LayerMut<'_>| {
-        let weight = match layer {
-            LayerMut::Linear(layer) => &layer.weight,
-            LayerMut::Conv2d(layer) => &layer.weight,
-            LayerMut::Norm(norm) => &norm.weight,
-        };
+        let weight = layer.weight();
         bytes += weight.bytes();
         if matches!(weight, Weight::Plain(_)) {
             plain.push(name.to_owned());

@@ -3,6 +3,7 @@
 use crate::weights::Weight;
 use candle_core::Tensor;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// What kind of layer an adapter changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,6 +17,73 @@ pub enum LayerKind {
         /// The padding.
         padding: usize,
     },
+    /// One-dimensional convolution, for inputs [b, in, length].
+    Conv1d {
+        /// The stride.
+        stride: usize,
+        /// The padding.
+        padding: usize,
+    },
+    /// Three-dimensional convolution, for inputs [b, in, frames, h, w].
+    Conv3d {
+        /// The strides along time, and along both axes of an image.
+        strides: [usize; 2],
+        /// The paddings along time, and along both axes of an image.
+        paddings: [usize; 2],
+    },
+    /// Embedding layer, for ids [..] (u32).
+    Embedding,
+}
+
+impl LayerKind {
+    /// The kind of the layer that mixes the outputs of a layer of this kind: a linear layer, or a convolution with a kernel of 1.
+    #[must_use]
+    pub const fn pointwise(self) -> Self {
+        match self {
+            Self::Linear | Self::Embedding => Self::Linear,
+            Self::Conv { .. } => Self::Conv { stride: 1, padding: 0 },
+            Self::Conv1d { .. } => Self::Conv1d { stride: 1, padding: 0 },
+            Self::Conv3d { .. } => Self::Conv3d {
+                strides: [1, 1],
+                paddings: [0, 0],
+            },
+        }
+    }
+
+    /// The number of axes after the channels: 0 where the channels are the last axis, else those of the kernel.
+    #[must_use]
+    pub const fn kernel_axes(self) -> usize {
+        match self {
+            Self::Linear | Self::Embedding => 0,
+            Self::Conv1d { .. } => 1,
+            Self::Conv { .. } => 2,
+            Self::Conv3d { .. } => 3,
+        }
+    }
+
+    /// The axis of an output of this rank that has the channels.
+    #[must_use]
+    pub const fn channels_axis(self, rank: usize) -> usize {
+        match self.kernel_axes() {
+            0 => rank.saturating_sub(1),
+            _ => 1,
+        }
+    }
+
+    /// A vector over the channels in a shape that broadcasts to the output of a layer.
+    ///
+    /// # Errors
+    /// When it is not a vector.
+    pub fn over_channels(self, vector: &Tensor) -> candle_core::Result<Tensor> {
+        match self.kernel_axes() {
+            0 => Ok(vector.clone()),
+            axes => {
+                let mut shape = vec![1; 2 + axes];
+                shape[1] = vector.dims1()?;
+                vector.reshape(shape)
+            }
+        }
+    }
 }
 
 /// The layer that an adapter changes.
@@ -23,7 +91,8 @@ pub enum LayerKind {
 pub struct BaseLayer<'a> {
     /// Its kind.
     pub kind: LayerKind,
-    /// [out, in], or [out, in, kernel height, kernel width]. It may be quantised or streamed.
+    /// [out, in], of a convolution with its kernel: [out, in, kernel height, kernel width]. Of an embedding layer [count, width]. It may be
+    /// quantised or streamed.
     pub weight: &'a Weight,
     /// [out].
     pub bias: Option<&'a Tensor>,
@@ -31,7 +100,7 @@ pub struct BaseLayer<'a> {
 
 /// An adapter of one layer.
 pub trait LayerAdapter: Send + Sync + Debug {
-    /// Computes the output of the adapted layer from its input `x`, from the layer itself, and from `output`, the output
+    /// Computes the output of the adapted layer from its input `x` (of an embedding layer ids), from the layer itself, and from `output`, the output
     /// of the layer with the adapters before this one. It may add to that output (LoRA), or compute another one from the
     /// layer's weight (DoRA, OFT). Shapes are those of the layer.
     ///
@@ -53,6 +122,30 @@ pub trait LayerAdapter: Send + Sync + Debug {
     fn low_rank(&self) -> Option<LowRank> {
         None
     }
+}
+
+/// The output of a layer with its adapters. `base` computes the layer alone.
+///
+/// # Errors
+/// As [`LayerAdapter::apply`] and `base`.
+pub(super) fn with_adapters(
+    layer: &BaseLayer<'_>,
+    x: &Tensor,
+    adapters: &[Arc<dyn LayerAdapter>],
+    base: impl FnOnce() -> candle_core::Result<Tensor>,
+) -> candle_core::Result<Tensor> {
+    let first = match adapters.first() {
+        Some(adapter) => adapter.forward(layer, x)?,
+        None => None,
+    };
+    let (mut y, adapters) = match first {
+        Some(y) => (y, adapters.get(1..).unwrap_or_default()),
+        None => (base()?, adapters),
+    };
+    for adapter in adapters {
+        y = adapter.apply(layer, x, y)?;
+    }
+    Ok(y)
 }
 
 /// An adapter of a norm.

@@ -1,16 +1,20 @@
 //! Embedding tables.
 
+use super::adapter::{BaseLayer, LayerAdapter, LayerKind, with_adapters};
 use crate::error::Result;
 use crate::quant::Quantized;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
 use candle_core::{Device, Shape, Tensor};
+use std::sync::Arc;
 
 /// A table of vectors, one for each id.
 #[derive(Clone, Debug)]
 pub struct Embedding {
     /// [count, width]; never quantised by us.
-    weight: Weight,
+    pub weight: Weight,
+    /// Adapters, applied in this order.
+    pub adapters: Vec<Arc<dyn LayerAdapter>>,
 }
 
 impl Embedding {
@@ -27,7 +31,10 @@ impl Embedding {
         } else {
             Weight::Plain(weights.get_with(shape, "weight", Init::Normal(0.02))?)
         };
-        Ok(Self { weight })
+        Ok(Self {
+            weight,
+            adapters: Vec::new(),
+        })
     }
 
     /// The table, [count, width].
@@ -53,16 +60,37 @@ impl Embedding {
     /// # Errors
     /// When an id is not in the table.
     pub fn forward(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
+        let layer = BaseLayer {
+            kind: LayerKind::Embedding,
+            weight: &self.weight,
+            bias: None,
+        };
+        with_adapters(&layer, ids, &self.adapters, || self.rows(ids))
+    }
+
+    /// The rows of the table without adapters, [.., width].
+    fn rows(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
         let mut shape = ids.dims().to_vec();
         shape.push(self.width());
         let ids = ids.flatten_all()?;
         let rows = match &self.weight {
             Weight::Streamed(table) => table.rows(&ids.to_vec1()?).map_err(candle_core::Error::wrap)?,
             Weight::Quantized(table) if self.weight.has_slices() => stored_rows(table, &ids.to_vec1()?)?,
-            table => table.dense()?.index_select(&ids.to_device(table.device())?, 0)?,
+            table => return lookup(&ids, &table.dense()?)?.reshape(shape),
         };
         rows.reshape(shape)
     }
+}
+
+/// The rows of a table [count, width] with these ids [..] (u32, on any device) -> [.., width]. A tracked table gets a gradient.
+///
+/// # Errors
+/// When an id is not in the table.
+pub fn lookup(ids: &Tensor, table: &Tensor) -> candle_core::Result<Tensor> {
+    let mut shape = ids.dims().to_vec();
+    shape.push(table.dim(1)?);
+    let ids = ids.flatten_all()?.to_device(table.device())?;
+    table.index_select(&ids, 0)?.reshape(shape)
 }
 
 /// Rows of a table in its stored form, [ids, width] in f32.

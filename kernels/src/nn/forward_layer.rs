@@ -1,7 +1,7 @@
 //! A layer without its adapters, or with others, for adapters that compute their output from it.
 
 use super::adapter::{BaseLayer, LayerAdapter, LayerKind};
-use super::{Conv2d, Linear};
+use super::{Conv1d, Conv2d, Conv3d, Embedding, Linear};
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
@@ -27,5 +27,22 @@ pub fn forward_layer(
             adapters,
         }
         .forward(x),
+        LayerKind::Conv1d { stride, padding } => Conv1d {
+            weight,
+            bias,
+            stride,
+            padding,
+            adapters,
+        }
+        .forward(x),
+        LayerKind::Conv3d { strides, paddings } => Conv3d {
+            weight,
+            bias,
+            strides,
+            paddings,
+            adapters,
+        }
+        .forward(x),
+        LayerKind::Embedding => Embedding { weight, adapters }.forward(x),
     }
 }

@@ -89,6 +89,9 @@ impl Kron {
                     conv: Some(conv),
                 })
             }
+            LayerKind::Conv1d { .. } | LayerKind::Conv3d { .. } | LayerKind::Embedding => {
+                candle_core::bail!("kron: a {:?} is not computed with a Kronecker product", self.kind)
+            }
         }
     }
 }

@@ -8,8 +8,8 @@ use crate::cuda_kernels;
 use candle_core::{Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-/// `x (1 + scale) + shift` over the channels of x, the output or the input of a layer of this kind: [.., c], or [b, c, h, w] of a
-/// convolution. `scale` [c] is float32 or of x's dtype; `shift` [c] has x's dtype and gets no gradient. x and `scale` get gradients.
+/// `x (1 + scale) + shift` over the channels of x, the output or the input of a layer of this kind: [.., c], or of a convolution
+/// [b, c, ..]. `scale` [c] is float32 or of x's dtype; `shift` [c] has x's dtype and gets no gradient. x and `scale` get gradients.
 ///
 /// # Errors
 /// When the shapes do not match.
@@ -27,10 +27,7 @@ struct ScaleChannels {
 /// The sizes of x as [outer, channels, inner].
 fn sizes(kind: LayerKind, x: &Shape, scale: &Shape) -> Result<[usize; 3]> {
     let (dims, channels) = (x.dims(), scale.dims1()?);
-    let axis = match kind {
-        LayerKind::Linear => dims.len().saturating_sub(1),
-        LayerKind::Conv { .. } => 1,
-    };
+    let axis = kind.channels_axis(dims.len());
     if dims.get(axis) != Some(&channels) {
         candle_core::bail!("scale_channels: a scale {scale:?} does not match x {x:?}");
     }
@@ -80,11 +77,7 @@ fn sums([a, b]: [&[f32]; 2], [outer, channels, inner]: [usize; 3]) -> Vec<f32> {
 impl ScaleChannels {
     /// A vector [c] in the shape that broadcasts to x, in its dtype.
     fn over(&self, x: &Tensor, vector: &Tensor) -> Result<Tensor> {
-        let vector = vector.to_dtype(x.dtype())?;
-        match self.kind {
-            LayerKind::Linear => Ok(vector),
-            LayerKind::Conv { .. } => vector.reshape((1, (), 1, 1)),
-        }
+        self.kind.over_channels(&vector.to_dtype(x.dtype())?)
     }
 
     /// `x (1 + scale)` with candle's operations. In 16 bits the sum `1 + scale` would be 1 for a small scale.
@@ -97,7 +90,7 @@ impl ScaleChannels {
 
     /// `x (1 + scale) + shift` by the kernel of modulated tokens, if there is one: channels are the last axis.
     fn with_kernel(&self, x: &Tensor, scale: &Tensor, shift: Option<&Tensor>) -> Result<Option<Tensor>> {
-        if self.kind != LayerKind::Linear {
+        if self.kind.kernel_axes() > 0 {
             return Ok(None);
         }
         let channels = scale.dims1()?;

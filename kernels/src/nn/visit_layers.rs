@@ -1,6 +1,6 @@
 //! How a model shows its layers to adapters.
 
-use super::{Conv2d, Linear, NormParams};
+use super::{Conv1d, Conv2d, Conv3d, Embedding, Linear, NormParams};
 use crate::error::Result;
 use crate::weights::Weight;
 use candle_core::Tensor;
@@ -12,6 +12,12 @@ pub enum LayerMut<'a> {
     Linear(&'a mut Linear),
     /// A convolution.
     Conv2d(&'a mut Conv2d),
+    /// A one-dimensional convolution.
+    Conv1d(&'a mut Conv1d),
+    /// A three-dimensional convolution.
+    Conv3d(&'a mut Conv3d),
+    /// An embedding layer, which [`VisitLayers::visit_embeddings`] shows.
+    Embedding(&'a mut Embedding),
     /// A norm, which [`VisitLayers::visit_norms`] shows.
     Norm(&'a mut NormParams),
 }
@@ -23,6 +29,9 @@ impl LayerMut<'_> {
         match self {
             Self::Linear(layer) => &layer.weight,
             Self::Conv2d(layer) => &layer.weight,
+            Self::Conv1d(layer) => &layer.weight,
+            Self::Conv3d(layer) => &layer.weight,
+            Self::Embedding(layer) => &layer.weight,
             Self::Norm(norm) => &norm.weight,
         }
     }
@@ -33,6 +42,9 @@ impl LayerMut<'_> {
         match self {
             Self::Linear(layer) => layer.bias.as_ref(),
             Self::Conv2d(layer) => layer.bias.as_ref(),
+            Self::Conv1d(layer) => layer.bias.as_ref(),
+            Self::Conv3d(layer) => layer.bias.as_ref(),
+            Self::Embedding(_) => None,
             Self::Norm(norm) => norm.own_bias(),
         }
     }
@@ -42,15 +54,21 @@ impl LayerMut<'_> {
         match self {
             Self::Linear(layer) => layer.weight = Weight::Plain(weight),
             Self::Conv2d(layer) => layer.weight = Weight::Plain(weight),
+            Self::Conv1d(layer) => layer.weight = Weight::Plain(weight),
+            Self::Conv3d(layer) => layer.weight = Weight::Plain(weight),
+            Self::Embedding(layer) => layer.weight = Weight::Plain(weight),
             Self::Norm(norm) => norm.weight = Weight::Plain(weight),
         }
     }
 
-    /// Replaces its bias by a tensor of the same shape.
+    /// Replaces its bias by a tensor of the same shape. An embedding layer has none.
     pub fn set_bias(&mut self, bias: Tensor) {
         match self {
             Self::Linear(layer) => layer.bias = Some(bias),
             Self::Conv2d(layer) => layer.bias = Some(bias),
+            Self::Conv1d(layer) => layer.bias = Some(bias),
+            Self::Conv3d(layer) => layer.bias = Some(bias),
+            Self::Embedding(_) => {}
             Self::Norm(norm) => norm.bias = bias,
         }
     }
@@ -64,6 +82,16 @@ pub trait VisitLayers {
     /// # Errors
     /// The first error of `f`, which ends the visit.
     fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()>;
+
+    /// Calls `f` with every embedding layer and its dotted path, always in the same order. None of a model whose embedding layers adapters do not
+    /// change: those of images.
+    ///
+    /// # Errors
+    /// The first error of `f`, which ends the visit.
+    fn visit_embeddings(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        let _ = f;
+        Ok(())
+    }
 
     /// Calls `f` with every norm that has a weight and its dotted diffusers path, always in the same order. None of a model whose norms
     /// adapters do not change: text encoders.

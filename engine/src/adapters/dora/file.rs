@@ -6,7 +6,7 @@ use super::super::keys::TensorRole;
 use super::super::loha::LohaTensors;
 use super::super::lokr::LokrTensors;
 use super::super::lora::LoraTensors;
-use super::super::lora::read_lora;
+use super::super::lora::{read_lora, read_lora_embedding};
 use super::super::names::NamedLayers;
 use super::super::weight_adapter::WeightAdapter;
 use super::layer::{DecomposedLayer, Formula};
@@ -16,7 +16,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 /// The types of adapters that a DoRA normalises.
-const INNER_READERS: [Reader; 3] = [read_lora, LokrTensors::read, LohaTensors::read];
+const INNER_READERS: [Reader; 4] = [read_lora, read_lora_embedding, LokrTensors::read, LohaTensors::read];
 
 /// A magnitude and the adapter that it belongs to.
 #[derive(Clone, Debug)]
@@ -112,6 +112,39 @@ impl DecomposedTensors {
             )),
         }
     }
+
+    /// The adapter for a layer. `inner`: makes that of the change.
+    fn adapter_with(
+        &self,
+        site: Site<'_>,
+        axis: Axis,
+        inner: impl FnOnce(&dyn FileLayer, Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String>,
+    ) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
+        let handle = site.handle.clone();
+        let failed = |error: candle_core::Error| error.to_string();
+        let magnitude = self
+            .magnitude
+            .flatten_all()
+            .and_then(|flat| flat.to_device(site.weight.device()));
+        let magnitude = Var::from_tensor(&magnitude.map_err(failed)?).map_err(failed)?;
+        let inner_handle = match self.formula {
+            Formula::Peft => handle.clone(),
+            Formula::Lycoris => AdapterHandle::new(1.0),
+        };
+        let site = Site {
+            handle: &inner_handle,
+            ..site
+        };
+        Ok(Arc::new(DecomposedLayer {
+            inner: inner(&*self.inner, site)?,
+            magnitude,
+            axis,
+            formula: self.formula,
+            handle,
+            frozen: Mutex::default(),
+            norms: Some(Mutex::default()),
+        }))
+    }
 }
 
 impl FileLayer for DecomposedTensors {
@@ -165,31 +198,22 @@ impl FileLayer for DecomposedTensors {
     }
 
     fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
-        let (dims, handle) = (site.weight.dims(), site.handle.clone());
+        let dims = site.weight.dims();
         let axis = self.axis(dims[0], dims[1])?;
-        let failed = |error: candle_core::Error| error.to_string();
-        let magnitude = self
-            .magnitude
-            .flatten_all()
-            .and_then(|flat| flat.to_device(site.weight.device()));
-        let magnitude = Var::from_tensor(&magnitude.map_err(failed)?).map_err(failed)?;
-        let inner_handle = match self.formula {
-            Formula::Peft => handle.clone(),
-            Formula::Lycoris => AdapterHandle::new(1.0),
-        };
-        let inner = self.inner.adapter(Site {
-            handle: &inner_handle,
-            ..site
-        })?;
-        Ok(Arc::new(DecomposedLayer {
-            inner,
-            magnitude,
-            axis,
-            formula: self.formula,
-            handle,
-            frozen: Mutex::default(),
-            norms: Some(Mutex::default()),
-        }))
+        self.adapter_with(site, axis, |inner, site| inner.adapter(site))
+    }
+
+    /// peft has a magnitude for each feature.
+    fn embedding_adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
+        let width = site.weight.dims().get(1).copied().unwrap_or(0);
+        let found = self.magnitude.elem_count();
+        if found != width || self.formula != Formula::Peft {
+            return Err(format!(
+                "the file has {found} magnitudes of an embedding layer with {width} features; only DoRAs of peft can be used, which have one \
+                 for each"
+            ));
+        }
+        self.adapter_with(site, Axis::Inputs, |inner, site| inner.embedding_adapter(site))
     }
 
     fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String> {

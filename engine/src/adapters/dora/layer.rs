@@ -3,7 +3,7 @@
 use super::super::handle::AdapterHandle;
 use super::super::weight_adapter::{WeightAdapter, tracked_if};
 use super::norms::{Axis, changed_norms, roots, squared_norms};
-use crate::nn::{BaseLayer, LayerAdapter, forward_layer, scale_channels};
+use crate::nn::{BaseLayer, LayerAdapter, LayerKind, forward_layer, scale_channels};
 use crate::weights::Weight;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -77,12 +77,14 @@ impl DecomposedLayer {
         let is_training = self.handle.dropout_seed().is_some();
         let factors = self.factors_less_one(layer, strength, is_training)?;
         let inner: [Arc<dyn LayerAdapter>; 1] = [self.inner.clone()];
-        match self.axis {
-            Axis::Outputs => {
+        // The features of an embedding layer are the second axis of its weight.
+        let scales_outputs = self.axis == Axis::Outputs || layer.kind == LayerKind::Embedding;
+        match scales_outputs {
+            true => {
                 let product = forward_layer(layer, x, false, &inner)?;
                 scale_channels(layer.kind, &product, &factors, layer.bias.filter(|_| with_bias))
             }
-            Axis::Inputs => {
+            false => {
                 let x = scale_channels(layer.kind, x, &factors, None)?;
                 forward_layer(layer, &x, with_bias, &inner)
             }

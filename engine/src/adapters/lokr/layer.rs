@@ -4,7 +4,7 @@ use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::names::RowRanges;
 use super::super::stored_matrix::with_core;
-use super::super::weight_adapter::{WeightAdapter, channels_axis, select_rows, tracked_if};
+use super::super::weight_adapter::{WeightAdapter, select_rows, tracked_if};
 use crate::nn::{self, BaseLayer, LayerAdapter, kron, matmul, scale_channels};
 use crate::weights::Weight;
 use candle_core::{Result, Tensor, Var};
@@ -98,7 +98,7 @@ impl LayerAdapter for LokrLayer {
         let is_training = dropout_seed.is_some();
         let (first, second) = (self.first(is_training)?, self.second(is_training)?);
         let change = kron(x, &first, &second, layer.kind, strength)?;
-        let axis = channels_axis(layer.kind, &change);
+        let axis = layer.kind.channels_axis(change.rank());
         let change = select_rows(change, axis, self.rows.as_deref())?;
         let mask = match dropout_seed {
             Some(seed) => self

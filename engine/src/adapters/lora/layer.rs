@@ -3,7 +3,7 @@
 use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::stored_matrix::with_core;
-use super::super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
+use super::super::weight_adapter::{WeightAdapter, product, tracked_if};
 use crate::families::AdapterNames;
 use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank};
 use crate::rng::generator_from_text;
@@ -16,9 +16,9 @@ use std::sync::Arc;
 pub struct LoraLayer {
     /// The name in LoRA files: `lora_unet_down_blocks_0_…`.
     pub name: String,
-    /// [rank, in] or [rank, in, kh, kw] ([rank, in, 1, 1] when there is a `mid`).
+    /// [rank, in], of a convolution with its kernel: [rank, in, kh, kw] ([rank, in, 1, 1] when there is a `mid`).
     pub down: Var,
-    /// [out, rank] or [out, rank, 1, 1].
+    /// [out, rank], of a convolution with a kernel of 1: [out, rank, 1, 1].
     pub up: Var,
     /// LoCon's Tucker core [rank, rank, kh, kw].
     pub mid: Option<Var>,
@@ -109,7 +109,7 @@ impl LoraLayer {
             hidden = (hidden * mask)?;
         }
         if rank > 0.0 {
-            let axis = channels_axis(kind, &hidden);
+            let axis = kind.channels_axis(hidden.rank());
             let mut shape = vec![1; hidden.rank()];
             (shape[0], shape[axis]) = (hidden.dim(0)?, hidden.dim(axis)?);
             let mask = self.mask(seed, "/rank", rank, &shape, &hidden)?;
@@ -131,15 +131,11 @@ impl LayerAdapter for LoraLayer {
             let mask = self.mask(seed, "/input", self.dropout.input, x.dims(), &x)?;
             x = (x * mask)?;
         }
-        let pointwise = match layer.kind {
-            LayerKind::Linear => LayerKind::Linear,
-            LayerKind::Conv { .. } => LayerKind::Conv { stride: 1, padding: 0 },
-        };
         let mut h = product(layer.kind, &x, &down, None)?;
         if let Some(seed) = dropout_seed {
             h = self.drop_from(h, layer.kind, &seed)?;
         }
-        let change = (product(pointwise, &h, &up, None)? * strength)?;
+        let change = (product(layer.kind.pointwise(), &h, &up, None)? * strength)?;
         let change = change.to_dtype(output.dtype())?;
         nn::add(&output, &change)
     }

@@ -23,3 +23,20 @@ impl LoraTensors {
         self.down.dims()[0]
     }
 }
+
+/// The LoRA of an embedding layer, float32 on the CPU.
+#[derive(Clone, Debug)]
+pub(in super::super) struct LoraEmbeddingTensors {
+    /// [rank, count].
+    pub(super) down: Tensor,
+    /// [width, rank].
+    pub(super) up: Tensor,
+    /// The alpha in the file. Files of peft have none.
+    pub(super) alpha: Option<f64>,
+}
+
+impl LoraEmbeddingTensors {
+    pub(in super::super) fn rank(&self) -> usize {
+        self.down.dims()[0]
+    }
+}

@@ -4,6 +4,7 @@ use super::super::file_layer::FileLayer;
 use super::super::trained_layer::{
     AdapterType, ChangeFactors, NewLayer, TrainedLayer, Values, limit_norm_of, norm_of_product,
 };
+use super::embedding::LoraEmbedding;
 use super::layer::LoraLayer;
 use super::tensors::LoraTensors;
 use crate::families::AdapterNames;
@@ -20,6 +21,14 @@ const MID: &str = "lora_mid.weight";
 pub struct Lora;
 
 impl AdapterType for Lora {
+    fn covers_embeddings(&self) -> bool {
+        true
+    }
+
+    fn create_embedding(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
+        Ok(Arc::new(LoraEmbedding::new(new, generator)?))
+    }
+
     /// `down` is Kaiming-uniform with a = sqrt(5), that is uniform in ±1/sqrt(fan_in), as the core of a Tucker decomposition, and `up` is
     /// zero. With a scalar, which is zero, `up` is uniform in ±1/sqrt(rank), as in LyCORIS.
     fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {

@@ -49,12 +49,7 @@ fn weights(model: &mut SdModel) -> BTreeMap<String, Weight> {
     ];
     for (component, layers) in &mut components {
         let mut visit = |name: &str, layer: LayerMut<'_>| {
-            let weight = match layer {
-                LayerMut::Linear(layer) => layer.weight.clone(),
-                LayerMut::Conv2d(layer) => layer.weight.clone(),
-                LayerMut::Norm(norm) => norm.weight.clone(),
-            };
-            all.insert(format!("{component}.{name}.weight"), weight);
+            all.insert(format!("{component}.{name}.weight"), layer.weight().clone());
             Ok(())
         };
         layers.visit_layers(&mut visit).unwrap();
@@ -286,13 +281,8 @@ fn lora_gradients_are_the_same_with_quantised_and_dequantised_weights() {
     let gradients = |dense: bool| {
         let mut model = load_sd(folder.path(), &LoadOptions::cpu()).unwrap();
         if dense {
-            let mut dequantize = |_: &str, layer: LayerMut<'_>| {
-                let weight = match layer {
-                    LayerMut::Linear(layer) => &mut layer.weight,
-                    LayerMut::Conv2d(layer) => &mut layer.weight,
-                    LayerMut::Norm(norm) => &mut norm.weight,
-                };
-                *weight = Weight::Plain(weight.dense()?);
+            let mut dequantize = |_: &str, mut layer: LayerMut<'_>| {
+                layer.set_weight(layer.weight().dense()?);
                 Ok(())
             };
             model.unet.visit_layers(&mut dequantize).unwrap();
