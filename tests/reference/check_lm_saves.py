@@ -45,7 +45,9 @@ def main():
         before = loss(base, lines)
         if (save / "adapter_config.json").is_file():
             model = PeftModel.from_pretrained(base, save)
-            found = {name.replace(".default.", "."): p for name, p in model.named_parameters() if "lora_" in name}
+            parameters = [(name, p) for name, p in model.named_parameters() if "lora_" in name]
+            # Those of embedding layers end with the name of the adapter.
+            found = {name.replace(".default.", ".").removesuffix(".default"): p for name, p in parameters}
             saved = load_file(save / "adapter_model.safetensors")
         else:
             model, info = AutoModelForCausalLM.from_pretrained(save, dtype=torch.float32, output_loading_info=True)

@@ -33,8 +33,8 @@ fn check_is_complete(loaded: &LoadedAdapter, path: &Path) -> Result<()> {
     match loaded.unknown.first() {
         None => Ok(()),
         Some(first) => Err(EngineError::bad_input(format!(
-            "{}: {} of its tensors belong to no linear layer of this model's blocks, such as `{first}`, so the model would lack what they \
-             change: use a LoRA of this model with adapters of such layers alone",
+            "{}: {} of its tensors belong to no linear layer of this model's blocks and to none of its embedding layers, such as `{first}`, so the \
+             model would lack what they change: use a LoRA of this model with adapters of such layers alone",
             path.display(),
             loaded.unknown.len()
         ))),

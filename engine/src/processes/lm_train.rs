@@ -12,6 +12,9 @@ mod bad_input_tests;
 mod checkpoint;
 mod completions;
 mod data;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod embedding_tests;
 mod fit;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

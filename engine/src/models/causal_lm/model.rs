@@ -10,7 +10,7 @@ use super::model_path::check_is_folder;
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
 use crate::models::stored_types::check_types_of_built;
-use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, linear_with_weight};
+use crate::nn::{Attention, Embedding, LayerMut, Linear, VisitLayers, join, linear_with_weight};
 use crate::weights::{Index, QuantizationConfig, TrainableFilter, View, Weight, Weights};
 use aitk_common::gguf::model_file;
 use candle_core::{DType, Device, Tensor, Var};
@@ -261,6 +261,28 @@ impl CausalLm {
         KeyValueCache::new(&self.config)
     }
 
+    /// Gives the model an output layer of its own with the numbers of the table of embeddings, so that the table can be changed alone. Returns
+    /// whether the table was the output layer.
+    pub fn untie_output(&mut self) -> bool {
+        if self.output.is_some() {
+            return false;
+        }
+        self.output = Some(Linear {
+            weight: self.embedding.weight().clone(),
+            bias: None,
+            adapters: Vec::new(),
+        });
+        Arc::make_mut(&mut self.config).ties_embeddings = false;
+        true
+    }
+
+    /// The name of the table of embeddings among [`Self::tensors`].
+    #[must_use]
+    pub fn embedding_name(&self) -> String {
+        let family = self.config.family;
+        format!("{}.{}.weight", family.prefix(), family.outer_names()[0])
+    }
+
     /// The variables that are trained, by transformers' names, sorted.
     #[must_use]
     pub fn trained_variables(&self) -> Vec<(String, Var)> {
@@ -286,10 +308,7 @@ impl CausalLm {
     /// None that a model that was loaded can have.
     pub fn tensors(&self) -> Result<Vec<(String, Weight)>> {
         let prefix = self.config.family.prefix();
-        let mut tensors = vec![(
-            format!("{prefix}.{}.weight", self.config.family.outer_names()[0]),
-            self.embedding.weight().clone(),
-        )];
+        let mut tensors = vec![(self.embedding_name(), self.embedding.weight().clone())];
         if let Some(positions) = &self.positions {
             tensors.push((format!("{prefix}.{POSITIONS}.weight"), positions.weight().clone()));
         }
@@ -365,6 +384,20 @@ impl VisitLayers for CausalLm {
             Arc::make_mut(block).visit_layers(&block_path(&config, index), f)?;
         }
         Ok(())
+    }
+
+    /// The tables of tokens and, if the model has one, of positions by transformers' names (`model.embed_tokens`, `transformer.wpe`). An adapter
+    /// changes the vectors of tokens alone, also where the table is the output layer too, as in peft.
+    fn visit_embeddings(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        let family = self.config.family;
+        f(
+            &join(family.prefix(), family.outer_names()[0]),
+            LayerMut::Embedding(&mut self.embedding),
+        )?;
+        match &mut self.positions {
+            Some(positions) => f(&join(family.prefix(), POSITIONS), LayerMut::Embedding(positions)),
+            None => Ok(()),
+        }
     }
 
     fn visit_norms(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {

@@ -12,10 +12,12 @@ use std::sync::Arc;
 
 /// A model and what LoRAs add to its weights.
 pub(super) struct MergedModel {
-    /// The model without the LoRAs.
+    /// The model without the LoRAs. Its output layer is one of its own if a LoRA changes the table of embeddings.
     pub(super) decoder: CausalLm,
     /// The LoRAs, as they were loaded.
     pub(super) loras: Vec<LoadedAdapter>,
+    /// Whether the table of embeddings is no longer the output layer too, because a LoRA changes it.
+    pub(super) is_untied: bool,
     tensors: BTreeMap<String, Weight>,
     /// What changes weights, by the name of the tensor.
     adapters: BTreeMap<String, Vec<Arc<dyn WeightAdapter>>>,
@@ -39,11 +41,17 @@ impl MergedModel {
             tensors: decoder.tensors()?.into_iter().collect(),
             decoder,
             loras: Vec::new(),
+            is_untied: false,
             adapters: BTreeMap::new(),
             vectors: BTreeMap::new(),
         };
         for (path, strength) in loras {
             model.add_lora(path, *strength)?;
+        }
+        // A LoRA of the table changes the vectors of tokens and not the output layer.
+        if model.adapters.contains_key(&model.decoder.embedding_name()) && model.decoder.untie_output() {
+            model.is_untied = true;
+            model.tensors = model.decoder.tensors()?.into_iter().collect();
         }
         Ok(model)
     }

@@ -2,6 +2,9 @@
 //!
 //! Weights stay in their files: one tensor at a time is in memory.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod embedding_tests;
 mod merged_model;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -56,6 +59,14 @@ fn export(process: &LmExportProcess, cx: &mut Context<'_>) -> Result<()> {
     let model = MergedModel::open(&folder, &loras, false)?;
     for ((path, _), loaded) in loras.iter().zip(&model.loras) {
         cx.log_loaded_lora(path, loaded);
+    }
+    if model.is_untied {
+        let message = format!(
+            "a LoRA changes the embedding layer, which is the output layer of this model too and stays as it is there: the result has an output \
+             layer of its own, `lm_head.weight`, with the numbers of `{}`",
+            model.decoder.embedding_name()
+        );
+        cx.log("warn", message);
     }
     let (root, path) = result_path(process, cx);
     if process.save.format == LmExportFormat::Hf {

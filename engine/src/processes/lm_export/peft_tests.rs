@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The logits of the last token.
-fn logits(model: &CausalLm, ids: &[u32]) -> Vec<f32> {
+pub(super) fn logits(model: &CausalLm, ids: &[u32]) -> Vec<f32> {
     let count = ids.len();
     let ids = Tensor::from_slice(ids, (1, count), &Device::Cpu).unwrap();
     let hidden = model.hidden(&ids, &AttentionMask::Causal).unwrap();
@@ -20,7 +20,7 @@ fn logits(model: &CausalLm, ids: &[u32]) -> Vec<f32> {
     model.logits(&last).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn load(folder: &Path) -> CausalLm {
+pub(super) fn load(folder: &Path) -> CausalLm {
     CausalLm::load(folder, &CausalLmOptions::cpu()).unwrap()
 }
 
@@ -40,7 +40,7 @@ fn write_merged(folder: &Path, base: &Path, adapter: &Path, strength: f64) {
     write_tensors(&mut file, &tensors, &BTreeMap::new()).unwrap();
 }
 
-fn assert_near(found: &[f32], expected: &[f32], what: &str) {
+pub(super) fn assert_near(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let largest = expected.iter().fold(0f32, |largest, value| largest.max(value.abs()));
     for (found, expected) in found.iter().zip(expected) {

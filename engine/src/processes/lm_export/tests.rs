@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-const VOCABULARY: usize = 264;
+pub(super) const VOCABULARY: usize = 264;
 /// The end of a text.
 const END: u32 = 258;
 const PROMPTS: [&str; 8] = [
@@ -82,7 +82,7 @@ fn silence_bytes(file: &Path) {
     write_tensors(&mut std::fs::File::create(file).unwrap(), &tensors, &metadata).unwrap();
 }
 
-fn write_base(folder: &Path, name: &str) {
+pub(super) fn write_base(folder: &Path, name: &str) {
     write_model(folder, &config(name));
     silence_bytes(&folder.join("model.safetensors"));
     write_tokenizer(folder, VOCABULARY);
@@ -160,7 +160,7 @@ fn process(root: &Path, model: Value, save: Value) -> Value {
     process
 }
 
-fn export(root: &Path, model: Value, save: Value) -> Vec<ChildEvent> {
+pub(super) fn export(root: &Path, model: Value, save: Value) -> Vec<ChildEvent> {
     let (outcome, events) = run_process(root, "mod", &process(root, model, save));
     assert_eq!(outcome, Outcome::Completed, "{events:?}");
     events
@@ -225,14 +225,14 @@ fn logits(path: &Path) -> Vec<f32> {
     logits_of(&CausalLm::load(path, &CausalLmOptions::cpu()).unwrap())
 }
 
-fn logits_of(model: &CausalLm) -> Vec<f32> {
+pub(super) fn logits_of(model: &CausalLm) -> Vec<f32> {
     let ids: Vec<u32> = (0..19).map(|i| (i * 37 + 5) % 256).collect();
     let ids = Tensor::from_vec(ids, (1, 19), &Device::Cpu).unwrap();
     let hidden = model.hidden(&ids, &AttentionMask::Causal).unwrap();
     model.logits(&hidden).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+pub(super) fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     let max = a.iter().fold(0f32, |max, value| max.max(value.abs()));
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / max
 }

@@ -1,7 +1,7 @@
 //! Writes saves: the folder of a LoRA as peft loads it, and that of a model as transformers loads it.
 
 use crate::error::{EngineError, Result};
-use crate::models::causal_lm::CausalLm;
+use crate::models::causal_lm::{CausalLm, CausalLmConfig};
 use crate::weights::{SafetensorsLayout, Weight, write_tensors};
 use aitk_common::fsutil::{self, regular};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
@@ -94,7 +94,8 @@ pub(crate) fn write_model(
     dtype: DType,
     dense: &mut dyn FnMut(&str, &Weight) -> Result<Tensor>,
 ) -> Result<()> {
-    write_config(folder, base, dtype)?;
+    let is_untied = !model.config().ties_embeddings && CausalLmConfig::read(base)?.ties_embeddings;
+    write_config(folder, base, dtype, is_untied)?;
     for name in COPIED {
         let source = base.join(name);
         if source.is_file() {
@@ -157,8 +158,9 @@ fn shards(tensors: &BTreeMap<String, Weight>, dtype: DType, max: u64) -> Vec<Vec
     shards
 }
 
-/// The base model's `config.json` with the number format of the saved weights, which are not quantised.
-fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
+/// The base model's `config.json` with the number format of the saved weights, which are not quantised. `is_untied`: the output layer is one of
+/// its own, unlike in the config.
+fn write_config(folder: &Path, base: &Path, dtype: DType, is_untied: bool) -> Result<()> {
     let path = base.join(CONFIG_FILE);
     let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|error| EngineError::io(&path, error))?;
     let mut config: Map<String, Value> =
@@ -179,6 +181,9 @@ fn write_config(folder: &Path, base: &Path, dtype: DType) -> Result<()> {
         }
     }
     config.shift_remove("quantization_config");
+    if is_untied {
+        config.insert("tie_word_embeddings".to_owned(), false.into());
+    }
     write_json(&folder.join(CONFIG_FILE), &Value::Object(config))
 }
 
@@ -200,12 +205,14 @@ mod tests {
             "model_type": "llama", "torch_dtype": "float16", "quantization_config": {"load_in_4bit": true}, "dtype": "float32",
         });
         std::fs::write(base.join("config.json"), config.to_string()).unwrap();
-        write_config(&saved, &base, DType::BF16).unwrap();
-        let written: Value = serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap();
-        assert_eq!(
-            written,
-            json!({"model_type": "llama", "torch_dtype": "bfloat16", "dtype": "bfloat16"})
-        );
+        let written = |is_untied: bool| -> Value {
+            write_config(&saved, &base, DType::BF16, is_untied).unwrap();
+            serde_json::from_slice(&std::fs::read(saved.join("config.json")).unwrap()).unwrap()
+        };
+        let mut expected = json!({"model_type": "llama", "torch_dtype": "bfloat16", "dtype": "bfloat16"});
+        assert_eq!(written(false), expected);
+        expected["tie_word_embeddings"] = json!(false);
+        assert_eq!(written(true), expected);
     }
 
     #[test]

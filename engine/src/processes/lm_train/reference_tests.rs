@@ -19,7 +19,11 @@ fn close(found: f64, expected: f64, tolerance: f64) -> bool {
 
 /// Runs a training of the reference and compares losses, learning rates and the changes of the weights.
 fn check_training(name: &str) {
-    let reference = reference();
+    check_training_of(&reference(), name, STEPS);
+}
+
+/// Runs the training of this name of a fixture with as many steps as it has.
+pub(super) fn check_training_of(reference: &Value, name: &str, steps: u64) {
     let cases = reference["trainings"].as_array().unwrap();
     let case = cases.iter().find(|case| case["name"] == name).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -36,7 +40,7 @@ fn check_training(name: &str) {
         _ => write_texts(&data),
     }
     let mut train = json!({
-        "steps": STEPS,
+        "steps": steps,
         "optimizer": "adamw",
         "optimizer_params": {"eps": 1e-8, "weight_decay": case["weight_decay"]},
     });

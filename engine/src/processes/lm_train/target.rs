@@ -111,7 +111,13 @@ impl TrainedParameters {
         let mut names: Vec<String> = network
             .params()
             .iter()
-            .filter_map(|param| Some(param.name.strip_prefix(&prefix)?.split_once(".lora_A")?.0.to_owned()))
+            .filter_map(|param| {
+                let name = param.name.strip_prefix(&prefix)?;
+                let layer = [".lora_A", ".lora_embedding_A"]
+                    .iter()
+                    .find_map(|down| name.split_once(down));
+                Some(layer?.0.to_owned())
+            })
             .collect();
         names.sort();
         names
