@@ -26,7 +26,7 @@ impl NameFilter {
     }
 }
 
-/// The names of a layer that filters match, as `engine/src/adapters/network.rs`.
+/// The names of a layer that filters match, as `engine/src/adapters/adapter_config.rs`.
 pub(super) struct LayerNames {
     /// The name in the model, and for a text encoder of a model with a transformer that of ai-toolkit.
     dotted: Vec<String>,

@@ -587,6 +587,24 @@ impl Builder {
         (elements > 0.0).then_some(elements)
     }
 
+    /// The rank of the LoRA of a table of vectors, whose tensors it counts; `None`: it has none. As `AdapterConfig::embedding_target` in
+    /// `engine/src/adapters/adapter_config.rs`.
+    pub(super) fn table_adapter(&mut self, name: &str, rows: f64, width: f64) -> Option<f64> {
+        let options = self.options.adapter.as_ref()?;
+        let names = LayerNames::new(self.options.lora_prefix, name);
+        let own_name = name.rsplit('.').next().unwrap_or(name);
+        let mut only = options.filter.only_if_contains.iter();
+        let is_named = only.any(|text| text.contains(own_name) && names.contain(text));
+        let is_large = rows * width >= options.parameter_threshold;
+        if !(is_named && is_large && options.filter.selects_layer(&names)) || options.kind != AdapterKind::Lora {
+            return None;
+        }
+        let rank = options.rank;
+        self.trained(rank * rows, Some(rank + rows));
+        self.trained(rank * width, Some(rank + width));
+        Some(rank)
+    }
+
     /// A table of vectors, which is never quantised. Returns its number of elements if it is trained.
     pub(super) fn table(&mut self, name: &str, rows: f64, width: f64, can_stream: bool) -> Option<f64> {
         let elements = rows * width;

@@ -3,6 +3,7 @@
 
 use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
+use super::embedding::TableAdapter;
 use super::layers::{Layer, Unpacking};
 use super::meter::MetaTensor;
 use super::norm::Norm;
@@ -19,6 +20,8 @@ const CHUNK_NUMBERS: f64 = 16_777_216.0;
 const CHUNK_TOKENS: [f64; 2] = [16.0, 1024.0];
 /// Ids of the trained tables, above those of layers and norms.
 const TABLES: u64 = TRAINED + (1 << 40);
+/// Ids of the matrices of their LoRAs.
+const TABLE_ADAPTERS: u64 = TABLES + 16;
 
 /// The projections to queries, keys and values.
 #[expect(clippy::large_enum_variant, reason = "a plan has one for each block of a model")]
@@ -50,6 +53,7 @@ struct Table {
     is_streamed: bool,
     is_trained: bool,
     id: u64,
+    adapter: Option<TableAdapter>,
 }
 
 /// A language model that generates texts.
@@ -205,7 +209,8 @@ impl Decoder {
 
     /// The vectors of tokens [batch, tokens], with those of their positions.
     fn embed(&self, walk: &Walk, [batch, tokens]: [f64; 2], shared: &SharedGradient) -> MetaTensor {
-        let dims = [batch, tokens, f64::from(self.shapes.width), 1.0];
+        let width = f64::from(self.shapes.width);
+        let dims = [batch, tokens, width, 1.0];
         let lookup = |table: &Table, shared: Option<SharedGradient>| {
             let x = walk.tensor(dims, table.is_trained && walk.is_recording());
             if x.tracked {
@@ -227,7 +232,10 @@ impl Decoder {
                     vec![(id, whole)]
                 });
             }
-            x
+            match table.adapter {
+                Some(adapter) => walk.add_table_adapter(adapter, x, width),
+                None => x,
+            }
         };
         let x = lookup(&self.tokens, self.output.is_none().then(|| Rc::clone(shared)));
         match &self.positions {
@@ -312,6 +320,11 @@ impl Table {
             is_streamed: rows * width > 0.0 && b.weights.resident <= before,
             is_trained,
             id: TABLES + index,
+            adapter: b.table_adapter(name, rows, width).map(|rank| TableAdapter {
+                rank,
+                rows,
+                ids: [0, 1].map(|which| TABLE_ADAPTERS + 2 * index + which),
+            }),
         }
     }
 }

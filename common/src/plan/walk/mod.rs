@@ -16,6 +16,7 @@ mod decoder;
 mod decoder_tests;
 mod denoiser;
 mod dense;
+mod embedding;
 mod flux;
 mod kron;
 mod language;
