@@ -8,7 +8,7 @@ use crate::job::values::OneOrMany;
 choices! {
     /// What is trained beside the frozen model.
     pub enum LmNetworkType("network type") {
-        /// Low-rank changes of linear layers, saved as peft saves them.
+        /// Low-rank changes of linear layers and embedding layers, saved as peft saves them.
         Lora = "lora", Works;
     }
 }
@@ -27,7 +27,8 @@ section! {
         linear_alpha: Option<f64> = None, Works, shown "`linear`";
         /// Chance that an input of the down projection is dropped while training, as in peft.
         dropout: f64 = 0.0, Works;
-        /// Only layers whose name (`model.layers.0.self_attn.q_proj`) contains one of these. Absent: all linear layers of the blocks.
+        /// Only layers whose name (`model.layers.0.self_attn.q_proj`) contains one of these. An embedding layer has a LoRA only if its whole name
+        /// (`embed_tokens`, `wte`, `wpe`) is in one of these. Absent: all linear layers of the blocks.
         only_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// No layers whose name contains one of these; wins over `only_if_contains`.
         ignore_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
