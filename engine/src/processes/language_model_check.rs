@@ -106,6 +106,8 @@ mod tests {
         let root = root.path();
         std::fs::write(root.join("data.jsonl"), "[1, 2, 3]\n[4, 5]\n").unwrap();
         check("extension", &training(root, "context", json!(8))).unwrap();
+        let table = json!({"type": "lora", "linear": 2, "only_if_contains": ["embed_tokens"]});
+        check("extension", &training(root, "network", table)).unwrap();
         let no_layer = json!({"type": "lora", "linear": 2, "only_if_contains": ["zzz"]});
         let error = check("extension", &training(root, "network", no_layer)).unwrap_err();
         assert!(error.starts_with("network: no layer is left"), "{error}");

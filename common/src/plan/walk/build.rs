@@ -596,7 +596,9 @@ impl Builder {
         let mut only = options.filter.only_if_contains.iter();
         let is_named = only.any(|text| text.contains(own_name) && names.contain(text));
         let is_large = rows * width >= options.parameter_threshold;
-        if !(is_named && is_large && options.filter.selects_layer(&names)) || options.kind != AdapterKind::Lora {
+        let is_lora = options.kind == AdapterKind::Lora;
+        let has_one = is_lora && is_named && is_large && options.filter.selects_layer(&names);
+        if !has_one {
             return None;
         }
         let rank = options.rank;

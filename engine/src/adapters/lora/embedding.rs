@@ -37,9 +37,9 @@ impl LoraEmbedding {
         let &[count, width] = new.dims else {
             candle_core::bail!("{}: an embedding layer has two axes, found {:?}", new.name, new.dims);
         };
-        let (rank, down_dims) = (new.rank, [new.rank, count]);
+        let rank = new.rank;
         Ok(Self {
-            down: Var::from_tensor(&Tensor::zeros(&down_dims, DType::F32, new.device)?)?,
+            down: Var::from_tensor(&Tensor::zeros((rank, count), DType::F32, new.device)?)?,
             up: new.variable(generator.randn(width * rank), &[width, rank])?,
             name: new.name,
             alpha: new.alpha,
