@@ -116,11 +116,13 @@ pub(super) fn of_file(file: &str, weights: &TensorShapes) -> ModelFileKind {
 }
 
 /// Suffixes of tensor names in adapters, and the kind of adapter.
-const ADAPTERS: [(&str, &str); 15] = [
+const ADAPTERS: [(&str, &str); 17] = [
     (".lora_down.weight", "a LoRA"),
     (".lora_up.weight", "a LoRA"),
     (".lora_A.weight", "a LoRA"),
     (".lora_B.weight", "a LoRA"),
+    (".lora_embedding_A", "a LoRA"),
+    (".lora_embedding_B", "a LoRA"),
     (".lora.down.weight", "a LoRA"),
     // Early diffusers, and XLabs for FLUX.1.
     ("_lora.down.weight", "a LoRA"),

@@ -242,6 +242,7 @@ fn adapters_and_components_are_not_base_models() {
         "double_blocks.0.processor.qkv_lora1.down.weight",
         "double_blocks.0.processor.proj_lora2.up.weight",
         "single_blocks.0.processor.proj_lora.down.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
     ] {
         assert_eq!(one(name), "a LoRA", "{name}");
     }
