@@ -6,7 +6,7 @@ use super::text::{ChromaTextEncoder, TEXT_TOKENS};
 use crate::error::{EngineError, Result};
 use crate::families::model::Family;
 use crate::families::options::LoadOptions;
-use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
+use crate::families::part_files::{load_other_vae, needed_tensors, quantised_in_file};
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
@@ -55,7 +55,7 @@ impl ChromaModel {
         ]);
         let memory = &options.memory_options;
         let weights = |index: &Index, role: PartRole, streamed: f64| {
-            Weights::from_index(opened(index, role, options), options.dtype, &options.device).streamed(streamed)
+            Weights::from_index(needed_tensors(index, role, options), options.dtype, &options.device).streamed(streamed)
         };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
@@ -115,7 +115,7 @@ impl ChromaModel {
 
     /// Replaces the VAE by that of a file, of a diffusers `vae/` folder, or of a model folder that has one.
     pub(super) fn replace_vae(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
-        if let Some((vae, path)) = replaced_vae(ArchName::Chroma, path, PUBLISHED, options)? {
+        if let Some((vae, path)) = load_other_vae(ArchName::Chroma, path, PUBLISHED, options)? {
             (self.vae, self.vae_path) = (vae, path);
         }
         Ok(())
@@ -126,7 +126,7 @@ impl ChromaModel {
 fn build_text(parts: &Parts, options: &LoadOptions) -> Result<ChromaTextEncoder> {
     let (index, config) = &parts.text;
     let weights = Weights::from_index(
-        opened(index, PartRole::TextEncoder, options),
+        needed_tensors(index, PartRole::TextEncoder, options),
         options.dtype,
         &options.device,
     )
