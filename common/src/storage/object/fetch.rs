@@ -81,6 +81,7 @@ impl ObjectBlobs {
 
     pub(super) async fn fetch_range(&self, hash: ContentHash, range: Range<u64>) -> Result<Bytes, StorageError> {
         let key = self.key(hash);
+        let limit = self.body_timeout(usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX));
         // Acquired before the timeouts start, because waiting for a permit is not a storage problem.
         let _permit = self.transfers.acquire().await;
         let attempt = || async {
@@ -109,7 +110,7 @@ impl ObjectBlobs {
             Ok(bytes)
         };
         self.retry
-            .run(WHAT, self.transfer_timeout, attempt)
+            .run(WHAT, limit, attempt)
             .await?
             .ok_or(StorageError::NotFound { hash })
     }

@@ -98,6 +98,7 @@ impl ObjectBlobs {
             address: opened.address,
             retry: Retry {
                 budget: options.budget,
+                stall: options.quick_timeout,
                 first_delay: options.first_delay,
                 max_delay: options.max_delay,
             },

@@ -9,9 +9,12 @@ pub struct Options {
     /// The timeout of requests without a body, and of stalled downloads; they are retried. Default 30 s.
     pub quick_timeout: Duration,
     /// The timeout of a whole part of a body. Smaller bodies have a proportional timeout of at least
-    /// [`Self::quick_timeout`]. Default 180 s: with the other defaults, 1.5 Mbit/s are sufficient.
+    /// [`Self::quick_timeout`]. Default 1,050 s: with the other defaults, 256 kbit/s are sufficient. It is not what ends a transfer that gets no
+    /// further: the kernel closes a connection whose data nobody acknowledges for 30 s (Linux; `reqwest` sets `TCP_USER_TIMEOUT`), and a download
+    /// without data ends after [`Self::quick_timeout`]. It ends a request that the server took and does not answer.
     pub transfer_timeout: Duration,
-    /// The total time for a request and its retries. Default 300 s.
+    /// The total time for a request and its retries. Of an attempt that broke, at most [`Self::quick_timeout`] counts, because it was sending or
+    /// receiving before. Default 300 s.
     pub budget: Duration,
     /// The delay before the first retry, which doubles with each retry. Default 200 ms.
     pub first_delay: Duration,
@@ -29,7 +32,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             quick_timeout: Duration::from_secs(30),
-            transfer_timeout: Duration::from_secs(180),
+            transfer_timeout: Duration::from_secs(1050),
             budget: Duration::from_secs(300),
             first_delay: Duration::from_millis(200),
             max_delay: Duration::from_secs(10),

@@ -12,13 +12,15 @@ use tokio::time::Instant;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Retry {
     pub(super) budget: Duration,
+    /// The longest time in which a request that fails by itself got no further: it was sending or receiving before.
+    pub(super) stall: Duration,
     pub(super) first_delay: Duration,
     pub(super) max_delay: Duration,
 }
 
 impl Retry {
-    /// Runs `attempt` until it succeeds, fails permanently, or the budget is used up. `limit` is the timeout of one attempt. `None`
-    /// means that the object does not exist.
+    /// Runs `attempt` until it succeeds, fails permanently, or the budget is used up. `limit` is the timeout of one attempt, which may be longer
+    /// than the budget: on a slow line a part takes minutes, and its connection may break. `None` means that the object does not exist.
     pub(super) async fn run<T, F, A>(
         &self,
         what: &'static str,
@@ -29,23 +31,31 @@ impl Retry {
         F: FnMut() -> A,
         A: Future<Output = object_store::Result<T>>,
     {
-        let begin = Instant::now();
+        let mut spent = Duration::ZERO;
         let mut wait = self.first_delay;
         loop {
-            let left = self.budget.saturating_sub(begin.elapsed());
-            let message = match tokio::time::timeout(limit.min(left), attempt()).await {
+            let begin = Instant::now();
+            let message = match tokio::time::timeout(limit, attempt()).await {
                 Ok(Ok(value)) => return Ok(Some(value)),
                 Ok(Err(object_store::Error::NotFound { source, .. })) if !is_missing_container(source.as_ref()) => {
                     return Ok(None);
                 }
-                Ok(Err(error)) => transient_message(what, error)?,
-                Err(_) => "no answer in time".to_owned(),
+                Ok(Err(error)) => {
+                    let message = transient_message(what, error)?;
+                    spent += begin.elapsed().min(self.stall);
+                    message
+                }
+                Err(_) => {
+                    spent += begin.elapsed();
+                    "no answer in time".to_owned()
+                }
             };
             let pause = jittered(wait);
-            if begin.elapsed() + pause >= self.budget {
+            spent += pause;
+            if spent >= self.budget {
                 return Err(StorageError::Unavailable {
                     what,
-                    after: begin.elapsed(),
+                    after: spent,
                     message,
                 });
             }
@@ -149,6 +159,7 @@ mod tests {
 
     const QUICK: Retry = Retry {
         budget: Duration::from_millis(300),
+        stall: Duration::from_millis(20),
         first_delay: Duration::from_millis(5),
         max_delay: Duration::from_millis(20),
     };
@@ -169,6 +180,35 @@ mod tests {
             })
             .await;
         assert!(matches!(errors, Err(StorageError::Unavailable { .. })), "{errors:?}");
+    }
+
+    /// Before, a part that took longer than the budget was given up at the first break of its connection, or in the middle.
+    #[tokio::test]
+    async fn an_attempt_that_sends_for_longer_than_the_budget_is_retried() {
+        let mut tries = 0;
+        let result = QUICK
+            .run("test", Duration::from_secs(60), || {
+                tries += 1;
+                let is_last = tries == 3;
+                async move {
+                    tokio::time::sleep(QUICK.budget * 2).await;
+                    if is_last { Ok(7) } else { Err(stalled("broken")) }
+                }
+            })
+            .await;
+        assert!(matches!(result, Ok(Some(7))) && tries == 3, "{result:?} {tries}");
+        // One that does not answer for longer than the budget is not.
+        let mut tries = 0;
+        let result = QUICK
+            .run("test", QUICK.budget * 2, || {
+                tries += 1;
+                std::future::pending::<object_store::Result<()>>()
+            })
+            .await;
+        assert!(
+            matches!(result, Err(StorageError::Unavailable { .. })) && tries == 1,
+            "{result:?} {tries}"
+        );
     }
 
     #[tokio::test]

@@ -19,6 +19,8 @@ use std::time::Duration;
 const WHAT: &str = "store a blob";
 /// S3 accepts 10,000 parts. Larger files get larger parts.
 const MAX_PARTS: u64 = 9_000;
+/// The timeout for completing a multipart upload: the server puts its parts together.
+const COMPLETION_TIMEOUT: Duration = Duration::from_secs(180);
 /// The timeout for aborting a multipart upload.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -153,7 +155,8 @@ impl ObjectBlobs {
         let Some(id) = upload.id.clone() else { return Ok(()) };
         let (store, key) = (Arc::clone(&upload.store), upload.key.clone());
         let attempt = || store.complete_multipart(&key, &id, parts.clone());
-        let result = self.retry.run(WHAT, self.transfer_timeout, attempt).await;
+        let limit = COMPLETION_TIMEOUT.min(self.transfer_timeout);
+        let result = self.retry.run(WHAT, limit, attempt).await;
         let is_done = match &result {
             Ok(Some(_)) => true,
             Ok(None) => self.length(hash).await? == Some(length),

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -26,6 +27,8 @@ pub(super) enum Mode {
     CutFirstResponses(usize, usize),
     /// Closes the connection after this many bytes from the client.
     CutRequestsAfter(usize),
+    /// Waits this many milliseconds after each 64 KiB from the client.
+    SlowRequests(u64),
 }
 
 pub(super) struct Proxy {
@@ -89,6 +92,11 @@ async fn serve(mut client: TcpStream, server: &str, mode: Mode, cuts: &AtomicUsi
             (usize::MAX, if is_cut { bytes } else { usize::MAX })
         }
         Mode::CutRequestsAfter(bytes) => (bytes, usize::MAX),
+        Mode::SlowRequests(_) => (usize::MAX, usize::MAX),
+    };
+    let pause = match mode {
+        Mode::SlowRequests(millis) => Duration::from_millis(millis),
+        _ => Duration::ZERO,
     };
     let Ok(mut upstream) = TcpStream::connect(server).await else {
         return;
@@ -96,12 +104,17 @@ async fn serve(mut client: TcpStream, server: &str, mode: Mode, cuts: &AtomicUsi
     let (mut client_read, mut client_write) = client.split();
     let (mut server_read, mut server_write) = upstream.split();
     tokio::select! {
-        () = forward(&mut client_read, &mut server_write, from_client) => {}
-        () = forward(&mut server_read, &mut client_write, from_server) => {}
+        () = forward(&mut client_read, &mut server_write, from_client, pause) => {}
+        () = forward(&mut server_read, &mut client_write, from_server, Duration::ZERO) => {}
     }
 }
 
-async fn forward(from: &mut (impl AsyncReadExt + Unpin), to: &mut (impl AsyncWriteExt + Unpin), mut left: usize) {
+async fn forward(
+    from: &mut (impl AsyncReadExt + Unpin),
+    to: &mut (impl AsyncWriteExt + Unpin),
+    mut left: usize,
+    pause: Duration,
+) {
     let mut buffer = vec![0; 65_536];
     while left > 0 {
         let end = buffer.len().min(left);
@@ -112,6 +125,9 @@ async fn forward(from: &mut (impl AsyncReadExt + Unpin), to: &mut (impl AsyncWri
             return;
         }
         left -= read;
+        if !pause.is_zero() {
+            tokio::time::sleep(pause).await;
+        }
     }
 }
 

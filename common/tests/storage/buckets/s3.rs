@@ -61,6 +61,12 @@ async fn an_interrupted_download_continues() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_slow_line_is_enough_for_an_upload() {
+    let Some(server) = Server::start() else { return };
+    contract::a_slow_line_is_enough_for_an_upload(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn wrong_keys_and_a_missing_bucket_are_errors_without_retries() {
     let Some(server) = Server::start() else { return };
     let bucket = bucket(&server);
