@@ -114,3 +114,109 @@ fn a_build_of_the_images_gets_every_crate_of_the_workspace() {
         );
     }
 }
+
+/// A worker whose options are wrong, or whose certificate is refused, was started again for ever, every five seconds.
+#[test]
+fn services_do_not_restart_after_an_error_that_a_person_has_to_fix() {
+    let worker = read_deploy_file("systemd/aitk-worker.service");
+    let coordinator = read_deploy_file("systemd/aitk-coordinator.service");
+    assert_eq!(setting(&worker, "RestartPreventExitStatus"), "2 4");
+    assert_eq!(setting(&coordinator, "RestartPreventExitStatus"), "2");
+    for unit in [&worker, &coordinator] {
+        assert_eq!(setting(unit, "Restart"), "on-failure");
+    }
+}
+
+/// The texts of the elements `string` of a property list, without its comments.
+fn strings_of_plist(plist: &str) -> Vec<String> {
+    let mut rest = plist;
+    let mut elements = String::new();
+    while let Some((before, comment)) = rest.split_once("<!--") {
+        let (comment, after) = comment.split_once("-->").unwrap();
+        assert!(!comment.contains("--"), "no XML: {comment}");
+        elements.push_str(before);
+        rest = after;
+    }
+    elements.push_str(rest);
+    let strings = elements.split("<string>").skip(1);
+    strings
+        .map(|text| {
+            let text = text.split_once("</string>").unwrap().0;
+            for entity in text.split('&').skip(1) {
+                assert!(
+                    ["amp;", "lt;", "gt;"].iter().any(|known| entity.starts_with(known)),
+                    "no XML: &{entity}"
+                );
+            }
+            text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+        })
+        .collect()
+}
+
+/// The shell command of launchd's service, with a program in the worker's place.
+#[cfg(unix)]
+struct LaunchdService {
+    home: tempfile::TempDir,
+    command: String,
+}
+
+#[cfg(unix)]
+impl LaunchdService {
+    fn new() -> Self {
+        let strings = strings_of_plist(&read_deploy_file("launchd/dev.aitk.worker.plist"));
+        let [_, shell, flag, command, program] = strings.as_slice() else {
+            panic!("{strings:?}");
+        };
+        assert_eq!((shell.as_str(), flag.as_str()), ("/bin/sh", "-c"));
+        assert_eq!(program, "/usr/local/bin/aitk-worker");
+        let home = tempfile::tempdir().unwrap();
+        for folder in ["Library/Logs", ".config/aitk"] {
+            std::fs::create_dir_all(home.path().join(folder)).unwrap();
+        }
+        std::fs::write(home.path().join(".config/aitk/worker.env"), "AITK_EXAMPLE=seven\n").unwrap();
+        Self {
+            home,
+            command: command.clone(),
+        }
+    }
+
+    fn start(&self, program: &str) -> std::process::Child {
+        let path = self.home.path().join("program");
+        std::fs::write(&path, format!("#!/bin/sh\n{program}\n")).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        std::process::Command::new("/bin/sh")
+            .args(["-c", &self.command])
+            .arg(&path)
+            .env("HOME", self.home.path())
+            .spawn()
+            .unwrap()
+    }
+}
+
+/// launchd starts a service again unless its exit code is 0.
+#[cfg(unix)]
+#[test]
+fn launchds_service_ends_for_good_after_an_error_that_a_person_has_to_fix() {
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+    let service = LaunchdService::new();
+    for (code, expected) in [(0, 0), (1, 1), (2, 0), (4, 0), (6, 6)] {
+        let ended = service
+            .start(&format!("echo \"$AITK_EXAMPLE\"; exit {code}"))
+            .wait()
+            .unwrap();
+        assert_eq!(ended.code(), Some(expected), "exit code {code}");
+    }
+    let log = std::fs::read_to_string(service.home.path().join("Library/Logs/aitk-worker.log")).unwrap();
+    assert_eq!(log, "seven\n".repeat(5));
+
+    // A signal reaches the worker, whose exit code counts.
+    let text = "trap 'sleep 0.2; exit 6' TERM; sleep 0.2; touch \"$HOME/up\"; while :; do sleep 0.05; done";
+    let mut running = service.start(text);
+    while !service.home.path().join("up").exists() {
+        assert_eq!(running.try_wait().unwrap(), None);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    kill(Pid::from_raw(i32::try_from(running.id()).unwrap()), Signal::SIGTERM).unwrap();
+    assert_eq!(running.wait().unwrap().code(), Some(6));
+}
