@@ -238,6 +238,10 @@ pub enum FailureCause {
     /// `progress_timeout`, which is shorter than the worker's, or its model is larger than the worker downloads. Retried, and never counted
     /// against the device.
     Job,
+    /// Object storage, or the coordinator on the way to it, refused to store or to send what the attempt needs, in a way that repeating the
+    /// request does not change: missing rights, a limit, a missing or damaged blob. Retried and counted as a failure of the job; never counted
+    /// against the device.
+    StorageRefused,
     /// A cause that only a newer version of the peer knows.
     Unknown,
 }

@@ -270,10 +270,16 @@ fn final_error(what: &'static str, hash: Option<ContentHash>, status: &Status) -
     }
     match (status.code(), hash) {
         (Code::NotFound, Some(hash)) => StorageError::NotFound { hash },
-        (Code::Unauthenticated | Code::PermissionDenied | Code::FailedPrecondition, _) => {
-            StorageError::Denied { what, message }
-        }
-        _ => StorageError::Failed { what, message },
+        (Code::Unauthenticated, _) => StorageError::Unauthenticated { what, message },
+        // The message may be the coordinator's own or that of the storage behind it.
+        (Code::PermissionDenied | Code::FailedPrecondition, _) => StorageError::Denied {
+            what,
+            message: format!("through the coordinator: {message}"),
+        },
+        _ => StorageError::Failed {
+            what,
+            message: format!("through the coordinator: {message}"),
+        },
     }
 }
 

@@ -220,7 +220,9 @@ async fn upload_item(
 fn classify_error(what: &str, error: StorageError) -> UploadError {
     match error {
         error if error.is_full() || error.is_transient() => UploadError::Retryable(error),
-        // An error on our side: another attempt has to try again.
+        // The session of this worker ends too, and the next one has a new token or certificate.
+        error @ StorageError::Unauthenticated { .. } => UploadError::Retryable(error),
+        // Repeating the request does not help. Another attempt tries again; a refusal counts as a failure of the job.
         error => UploadError::Fatal(storage_failure(what, &error)),
     }
 }
@@ -462,6 +464,32 @@ mod tests {
             };
             assert_eq!(cause, expected);
             assert_eq!(message, "the file a was not accepted: storage took too long");
+        }
+    }
+
+    #[test]
+    fn a_result_that_the_storage_refuses_for_good_ends_the_attempt_with_a_failure_that_counts() {
+        let refused = StorageError::Failed {
+            what: "store a blob",
+            message: "through the coordinator: 9 bytes exceed the limit".to_owned(),
+        };
+        let UploadError::Fatal(Outcome::Failed { cause, message }) =
+            classify_error("could not store the file a", refused)
+        else {
+            panic!("a refusal is not retried within the attempt");
+        };
+        assert_eq!(cause, FailureCause::StorageRefused);
+        assert_eq!(
+            message,
+            "could not store the file a: object storage could not store a blob: through the coordinator: 9 bytes exceed the limit"
+        );
+        let (what, message) = ("store a blob", String::new());
+        let full = StorageError::Full {
+            what,
+            message: message.clone(),
+        };
+        for temporary in [full, StorageError::Unauthenticated { what, message }] {
+            assert!(matches!(classify_error("", temporary), UploadError::Retryable(_)));
         }
     }
 

@@ -173,6 +173,15 @@ pub enum StorageError {
         /// The server's error.
         message: String,
     },
+    /// The coordinator, through which the blobs are transferred, does not accept the caller's token or certificate. Not retried here; the caller
+    /// may be accepted again later.
+    #[error("the coordinator refused to {what}: {message}")]
+    Unauthenticated {
+        /// The operation as a verb phrase.
+        what: &'static str,
+        /// The coordinator's error.
+        message: String,
+    },
     /// The address of the store cannot be used.
     #[error("the storage address {url:?} cannot be used: {message}")]
     Address {

@@ -357,8 +357,8 @@ impl State {
         self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(max));
     }
 
-    /// Requeues a job after a failure of the coordinator's own storage, with exponential backoff. It never counts as a failure
-    /// of the job.
+    /// Requeues a job because object storage did not answer, with exponential backoff. It never counts as a failure of the job. A refusal
+    /// is another cause, [`FailureCause::StorageRefused`], which counts.
     fn storage_failed(&mut self, changes: &mut Changes, id: &JobId, message: String) {
         let (backoff, max) = (self.settings.backoff, self.settings.backoff_limit);
         let Some(job) = self.jobs.get_mut(id) else { return };
@@ -409,6 +409,7 @@ fn failure_label(cause: FailureCause) -> &'static str {
         FailureCause::DeviceStuck => "its device is stuck",
         FailureCause::Interrupted => "its worker interrupted it",
         FailureCause::Job => "the job failed",
+        FailureCause::StorageRefused => "object storage refused it",
         FailureCause::Unknown => "a cause that this coordinator does not know",
     }
 }

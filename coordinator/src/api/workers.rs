@@ -450,6 +450,7 @@ fn verdict_of(error: &StorageError) -> Verdict {
         | StorageError::Name(_) => Verdict::Refused,
         StorageError::Unavailable { .. }
         | StorageError::Denied { .. }
+        | StorageError::Unauthenticated { .. }
         | StorageError::Address { .. }
         | StorageError::Local(_)
         | StorageError::Unsupported { .. }

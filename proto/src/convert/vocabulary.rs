@@ -31,7 +31,8 @@ macro_rules! wire_enum {
 wire_enum!(v1::DeviceKind, DeviceKind, "kind", { Cuda, Metal, Cpu });
 wire_enum!(v1::MemoryProfile, MemoryProfile, "profile", { FullGpu, Balanced, GpuPoor, Extreme, CpuOnly });
 wire_enum!(v1::FailureCause, FailureCause, "cause", {
-    BadInput, OutOfMemory, DiskFull, Storage, Machine, Internal, Network, NoProgress, DeviceStuck, Interrupted, Job, Unknown,
+    BadInput, OutOfMemory, DiskFull, Storage, Machine, Internal, Network, NoProgress, DeviceStuck, Interrupted, Job, StorageRefused,
+    Unknown,
 });
 wire_enum!(v1::JobState, JobState, "state", { Queued, Running, Stopping, Stopped, Completed, Failed });
 wire_enum!(v1::AttemptState, AttemptState, "state", { Assigned, Running, Completed, Stopped, Failed, Lost });

@@ -394,6 +394,7 @@ fn failure(random: &mut Random) -> Outcome {
         FailureCause::DeviceStuck,
         FailureCause::Interrupted,
         FailureCause::Job,
+        FailureCause::StorageRefused,
         FailureCause::Unknown,
     ];
     Outcome::Failed {

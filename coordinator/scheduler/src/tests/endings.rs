@@ -246,6 +246,29 @@ fn failures_of_the_job_itself_leave_the_device_to_others() {
     );
 }
 
+/// Before, such a failure was taken for an outage of the storage, and the job was tried again for ever.
+#[test]
+fn refusals_of_the_storage_count_against_the_job_and_not_the_device() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(2));
+    for epoch in 1..=3 {
+        assert_eq!(world.view("ja").state, JobState::Running, "try {epoch}");
+        world.finish(session, &held("ja", epoch), failed(FailureCause::StorageRefused));
+        let view = world.state.worker_views(|_| true)[0].devices[0].clone();
+        assert_eq!((view.faults, view.quarantined), (0, false));
+        assert_eq!(world.view("ja").failures, epoch as u32);
+        world.pass(8);
+        world.heartbeat(session, &[]);
+    }
+    let view = world.view("ja");
+    assert_eq!(view.state, JobState::Failed);
+    assert_eq!(
+        view.reason,
+        "gave up after 3 tries in a row; the last one: object storage refused it: boom"
+    );
+}
+
 #[test]
 fn a_job_that_hangs_on_the_only_device_ends() {
     let mut world = World::new();
