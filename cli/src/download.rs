@@ -402,6 +402,7 @@ mod tests {
                 sha256: hash.to_hex(),
                 bytes: 10,
                 offset,
+                ..Default::default()
             }))
         };
         let data = |from: usize, to: usize| message(Part::Data(content[from..to].to_vec()));

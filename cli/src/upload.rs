@@ -11,15 +11,16 @@ use aitk_common::fsutil::regular;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::StorageError;
 use aitk_common::storage::snapshot::{ScannedSnapshot, scan};
-use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1::{self, put_blob_request::Part};
+use aitk_proto::{BLOB_CHUNK_BYTES, is_unusable_offset, upload_name};
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::SeekFrom;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncSeekExt};
 use tokio_stream::wrappers::ReceiverStream;
 
 /// Number of hashes in one `Has` request; the protocol allows 1,000.
@@ -33,8 +34,12 @@ const MAX_CONCURRENT_LARGE_FILES: usize = 2;
 const LARGE_FILE_BYTES: u64 = 8 << 20;
 /// Number of pieces read ahead per file: 4 MiB.
 const READ_AHEAD: usize = 16;
-/// How often an upload is attempted: with half a minute of pauses, in which a coordinator restarts or another one becomes the leader.
+/// How often an upload is attempted that gets no further: with half a minute of pauses, in which a coordinator restarts or another one becomes the leader.
 const MAX_ATTEMPTS: u32 = 8;
+/// The pause after the first attempt; it doubles.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// How long the coordinator may take to say how much of an upload has arrived.
+const ARRIVED_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often the progress bar is updated.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -129,6 +134,7 @@ impl Upload {
             let mut blobs = api.clients().blobs;
             let request = v1::HasRequest {
                 sha256: batch.iter().map(|hash| hash.to_hex()).collect(),
+                ..Default::default()
             };
             let reply = blobs
                 .has(request)
@@ -228,70 +234,114 @@ impl Upload {
 }
 
 async fn send_one(api: &Api, hash: ContentHash, bytes: u64, source: &Source, sent: &AtomicI64) -> Result<(), Failure> {
-    let mut pause = Duration::from_millis(250);
-    let mut attempt = 1;
+    let mut pause = FIRST_PAUSE;
+    let (mut attempt, mut offset) = (1, 0);
     loop {
         let sent_in_attempt = AtomicI64::new(0);
-        match Box::pin(try_send(api, hash, bytes, source, &sent_in_attempt, sent)).await {
-            Err(failure) if failure.exit == Exit::Unreachable && attempt < MAX_ATTEMPTS => {
+        match Box::pin(try_send(api, hash, (offset, bytes), source, &sent_in_attempt, sent)).await {
+            // It has lost what arrived, or another coordinator has become the leader.
+            Err(SendError::UnusableOffset) => {
+                sent.fetch_sub(sent_in_attempt.load(Ordering::Relaxed), Ordering::Relaxed);
+                offset = 0;
+            }
+            Err(SendError::Failure(failure)) if failure.exit == Exit::Unreachable && attempt < MAX_ATTEMPTS => {
                 sent.fetch_sub(sent_in_attempt.load(Ordering::Relaxed), Ordering::Relaxed);
                 tracing::debug!(%failure, attempt, "upload broke off");
                 tokio::time::sleep(pause).await;
                 (attempt, pause) = (attempt + 1, pause * 2);
+                let arrived = arrived(api, hash).await.min(bytes);
+                // An upload that gets further is continued however often it breaks.
+                if arrived > offset {
+                    (attempt, pause) = (1, FIRST_PAUSE);
+                }
+                offset = arrived;
             }
-            other => return other,
+            Err(SendError::Failure(failure)) => return Err(failure),
+            Ok(()) => return Ok(()),
         }
     }
 }
 
+/// Why a blob was not sent.
+enum SendError {
+    /// The coordinator cannot continue the upload.
+    UnusableOffset,
+    Failure(Failure),
+}
+
+impl From<Failure> for SendError {
+    fn from(failure: Failure) -> Self {
+        Self::Failure(failure)
+    }
+}
+
+/// How many bytes of an upload that broke have arrived; 0 if the coordinator does not say. A blob that is stored is noticed when it is sent.
+async fn arrived(api: &Api, hash: ContentHash) -> u64 {
+    let request = v1::HasRequest {
+        sha256: vec![hash.to_hex()],
+        upload: upload_name().to_owned(),
+    };
+    let mut blobs = api.clients().blobs;
+    match tokio::time::timeout(ARRIVED_TIMEOUT, blobs.has(request)).await {
+        Ok(Ok(answer)) => answer.into_inner().received,
+        Ok(Err(_)) | Err(_) => 0,
+    }
+}
+
+/// Sends a blob of `bytes` bytes from `offset` on. Bytes before it count as sent.
 async fn try_send(
     api: &Api,
     hash: ContentHash,
-    bytes: u64,
+    (offset, bytes): (u64, u64),
     source: &Source,
     sent_in_attempt: &AtomicI64,
     sent: &AtomicI64,
-) -> Result<(), Failure> {
+) -> Result<(), SendError> {
     let (pieces, requests) = tokio::sync::mpsc::channel(READ_AHEAD);
     let header = v1::PutBlobRequest {
         part: Some(Part::Header(v1::BlobHeader {
             sha256: hash.to_hex(),
             bytes,
-            offset: 0,
+            offset,
+            upload: upload_name().to_owned(),
         })),
     };
-    let count = |length: usize| {
+    let count = |length: u64| {
         let length = i64::try_from(length).unwrap_or(0);
         sent_in_attempt.fetch_add(length, Ordering::Relaxed);
         sent.fetch_add(length, Ordering::Relaxed);
     };
+    count(offset);
     let mut blobs = api.clients().blobs;
     let call = blobs.put(ReceiverStream::new(requests));
-    let send_pieces = send_pieces(header, source, pieces, count);
+    let send_pieces = send_pieces(header, source, offset, pieces, count);
     let (pieces_sent, put) = futures::join!(send_pieces, call);
     pieces_sent?;
     match put {
         Ok(_) => Ok(()),
+        Err(status) if offset > 0 && is_unusable_offset(&status) => Err(SendError::UnusableOffset),
         Err(status) if status.code() == tonic::Code::InvalidArgument => {
             let name = match source {
                 Source::File(path) => path.display().to_string(),
                 Source::Bytes(_) => "the list of files".to_owned(),
             };
             let reason = printable_lines(status.message());
-            Err(Failure::failed(format!("{name} was refused: {reason}"))
-                .hint("the file may have changed during the upload; submit again"))
+            let failure = Failure::failed(format!("{name} was refused: {reason}"))
+                .hint("the file may have changed during the upload; submit again");
+            Err(failure.into())
         }
-        Err(status) => Err(status_failure(api.server(), &status)),
+        Err(status) => Err(status_failure(api.server(), &status).into()),
     }
 }
 
-/// Writes the pieces of a blob into a call. The function owns `pieces`, so the stream ends when it returns. After an
+/// Writes the pieces of a blob, from `offset` on, into a call. The function owns `pieces`, so the stream ends when it returns. After an
 /// error the stream is shorter than announced, and the store discards it.
 async fn send_pieces(
     header: v1::PutBlobRequest,
     source: &Source,
+    offset: u64,
     pieces: tokio::sync::mpsc::Sender<v1::PutBlobRequest>,
-    count: impl Fn(usize),
+    count: impl Fn(u64),
 ) -> Result<(), Failure> {
     // A closed channel means that the call has ended; its status has the error.
     if pieces.send(header).await.is_err() {
@@ -299,14 +349,15 @@ async fn send_pieces(
     }
     match source {
         Source::Bytes(all) => {
-            for piece in all.chunks(BLOB_CHUNK_BYTES) {
+            let rest = usize::try_from(offset).ok().and_then(|offset| all.get(offset..));
+            for piece in rest.unwrap_or_default().chunks(BLOB_CHUNK_BYTES) {
                 let part = v1::PutBlobRequest {
                     part: Some(Part::Data(piece.to_vec())),
                 };
                 if pieces.send(part).await.is_err() {
                     return Ok(());
                 }
-                count(piece.len());
+                count(piece.len() as u64);
             }
         }
         Source::File(path) => {
@@ -316,6 +367,7 @@ async fn send_pieces(
             let opened = tokio::task::spawn_blocking(move || regular::open(&own)).await;
             let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
             let mut file = tokio::fs::File::from_std(opened.map_err(unreadable)?.0);
+            file.seek(SeekFrom::Start(offset)).await.map_err(unreadable)?;
             loop {
                 let mut piece = Vec::new();
                 (&mut file)
@@ -323,7 +375,7 @@ async fn send_pieces(
                     .read_to_end(&mut piece)
                     .await
                     .map_err(unreadable)?;
-                let length = piece.len();
+                let length = piece.len() as u64;
                 if length == 0 {
                     break;
                 }

@@ -10,7 +10,7 @@ pub(crate) use local_resources::LocalResources;
 
 use crate::access::Access;
 use crate::address::ClientAddress;
-use crate::api::{Authenticator, Shared, routes};
+use crate::api::{Authenticator, Shared, UnfinishedUploads, routes};
 use crate::assign::Assigner;
 use crate::blob_access::{BlobAccess, Uploads};
 use crate::clock::Clock;
@@ -218,6 +218,7 @@ async fn start_tasks(
         retries: config.retries,
         signer: tls.as_ref().and_then(Tls::signer),
         upload_folder,
+        unfinished_uploads: UnfinishedUploads::default(),
         space,
         downloads: TransferLimiter::new(MAX_DOWNLOADS),
         parsing: Arc::new(Semaphore::new(MAX_PARSING)),

@@ -37,6 +37,29 @@ pub const STORAGE_HEADER: &str = "aitk-storage";
 /// The size limit of a message in bytes: a config of 4 MiB with its parsed form, and a reserve.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
+/// The name of the uploads of this process (`BlobHeader.upload`): an upload that broke is continued by the process that began it.
+#[must_use]
+pub fn upload_name() -> &'static str {
+    use std::sync::OnceLock;
+    use std::time::{SystemTime, UNIX_EPOCH};
+    static NAME: OnceLock<String> = OnceLock::new();
+    NAME.get_or_init(|| {
+        // Other users' uploads are kept apart by the coordinator. A second process of this user has another id or began at another time.
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        format!("{:x}-{:x}", std::process::id(), time.as_nanos())
+    })
+}
+
+/// Whether a coordinator that refused a `Put` with an offset cannot continue that upload, which is then sent from its beginning. A coordinator of
+/// an older version, which has become the leader meanwhile, takes the rest for the whole blob.
+#[must_use]
+pub fn is_unusable_offset(status: &tonic::Status) -> bool {
+    matches!(
+        status.code(),
+        tonic::Code::OutOfRange | tonic::Code::InvalidArgument | tonic::Code::DataLoss
+    )
+}
+
 /// The encoded size of a message in bytes.
 #[must_use]
 pub fn encoded_len(message: &impl prost::Message) -> usize {

@@ -1,12 +1,12 @@
 //! A [`BlobStore`] that transfers blobs through the coordinator, for clients that cannot access the storage itself.
 //!
-//! A call that fails because the coordinator is unreachable or restarts, or because its storage fails, is retried for some time.
-//! Downloads are verified against their hash before they become visible.
+//! A call that fails because the coordinator is unreachable or restarts, or because its storage fails, is retried for some time. A transfer
+//! that breaks is continued where it stopped, if the coordinator can do that. Downloads are verified against their hash before they become visible.
 
 use crate::client::{AuthChannel, Clients};
 use crate::v1;
 use crate::v1::blobs_client::BlobsClient;
-use crate::{BLOB_CHUNK_BYTES, STORAGE_HEADER};
+use crate::{BLOB_CHUNK_BYTES, STORAGE_HEADER, is_unusable_offset, upload_name};
 use aitk_common::backoff::Backoff;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
@@ -14,11 +14,11 @@ use aitk_common::storage::{BlobInfo, BlobStore, StorageError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use std::future::Future;
-use std::io::{Seek, Write};
+use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncSeekExt};
 use tokio::sync::{Mutex, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
@@ -33,10 +33,12 @@ const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 const STORE_TIMEOUT: Duration = Duration::from_secs(600);
 /// The lowest rate of that upload in bytes per second; slower ones count as stuck. Several uploads may share a slow line.
 const MIN_STORE_RATE: u64 = 32 << 10;
+/// What [`BlobStore::has`] does, in errors.
+const LOOK_UP: &str = "look for blobs";
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// The default time for which a failing call is retried. A download that was resumed has it again after each break.
+/// The default time for which a failing call is retried. A transfer that was resumed has it again after each break.
 pub const DEFAULT_BUDGET: Duration = Duration::from_secs(180);
 
 /// A blob store behind the coordinator. Cheap to clone.
@@ -112,15 +114,63 @@ impl RemoteBlobs {
         retry_while_it_progresses(self.budget, what, hash, &AtomicU64::new(0), call).await
     }
 
-    async fn exists(&self, hash: ContentHash) -> Result<bool, StorageError> {
-        Ok(self.has(&[hash]).await?.first() == Some(&true))
+    /// Uploads a blob of `bytes` bytes, of which `arrived` bytes have arrived, until it succeeds, fails permanently, or the budget is used up.
+    /// After a break only what has not arrived is sent. `open` returns a reader from an offset.
+    async fn upload<R, O>(
+        &self,
+        hash: ContentHash,
+        bytes: u64,
+        arrived: u64,
+        open: impl Fn(u64) -> O,
+    ) -> Result<(), StorageError>
+    where
+        R: AsyncRead + Unpin + Send,
+        O: Future<Output = Result<R, StorageError>>,
+    {
+        let (furthest, is_first) = (AtomicU64::new(arrived), AtomicBool::new(true));
+        retry_while_it_progresses(self.budget, "store a blob", Some(hash), &furthest, || async {
+            let arrived = match is_first.swap(false, Ordering::Relaxed) {
+                true => Some(arrived),
+                false => self.arrived(hash).await?,
+            };
+            let Some(offset) = arrived.map(|arrived| arrived.min(bytes)) else {
+                return Ok(());
+            };
+            furthest.fetch_max(offset, Ordering::Relaxed);
+            match self.send(hash, bytes, offset, open(offset).await?).await {
+                // The coordinator has lost them, another one has become the leader, or the file changed meanwhile.
+                Err(Failure::Status(status)) if offset > 0 && is_unusable_offset(&status) => {
+                    self.send(hash, bytes, 0, open(0).await?).await
+                }
+                sent => sent,
+            }
+        })
+        .await
     }
 
-    /// Uploads the `bytes` bytes that the reader provides.
+    /// How many bytes of an upload have arrived; `None` if the blob is stored.
+    async fn arrived(&self, hash: ContentHash) -> Result<Option<u64>, Failure> {
+        let mut client = self.client.clone();
+        let call = client.has(v1::HasRequest {
+            sha256: vec![hash.to_hex()],
+            upload: upload_name().to_owned(),
+        });
+        let answer = tokio::time::timeout(STORE_TIMEOUT, call)
+            .await
+            .map_err(|_| timed_out())??;
+        let answer = answer.into_inner();
+        Ok(match answer.present.first() {
+            Some(true) => None,
+            _ => Some(answer.received),
+        })
+    }
+
+    /// Uploads a blob of `bytes` bytes. The reader provides those from `offset` on.
     async fn send(
         &self,
         hash: ContentHash,
         bytes: u64,
+        offset: u64,
         mut from: impl AsyncRead + Unpin + Send,
     ) -> Result<(), Failure> {
         use v1::put_blob_request::Part;
@@ -131,7 +181,8 @@ impl RemoteBlobs {
             let header = v1::BlobHeader {
                 sha256: hash.to_hex(),
                 bytes,
-                offset: 0,
+                offset,
+                upload: upload_name().to_owned(),
             };
             let mut part = Part::Header(header);
             loop {
@@ -306,14 +357,16 @@ fn check(what: String, expected: ContentHash, found: ContentHash) -> Result<(), 
 #[async_trait]
 impl BlobStore for RemoteBlobs {
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError> {
-        const WHAT: &str = "look for blobs";
         let mut all = Vec::with_capacity(hashes.len());
         for batch in hashes.chunks(MAX_HASHES) {
             let sha256: Vec<String> = batch.iter().map(|hash| hash.to_hex()).collect();
             let present = self
-                .retry(WHAT, None, || async {
+                .retry(LOOK_UP, None, || async {
                     let mut client = self.client.clone();
-                    let call = client.has(v1::HasRequest { sha256: sha256.clone() });
+                    let call = client.has(v1::HasRequest {
+                        sha256: sha256.clone(),
+                        upload: String::new(),
+                    });
                     let answer = tokio::time::timeout(STORE_TIMEOUT, call)
                         .await
                         .map_err(|_| timed_out())??;
@@ -322,7 +375,7 @@ impl BlobStore for RemoteBlobs {
                 .await?;
             if present.len() != batch.len() {
                 let message = format!("the response has {} entries for {} hashes", present.len(), batch.len());
-                return Err(StorageError::Failed { what: WHAT, message });
+                return Err(StorageError::Failed { what: LOOK_UP, message });
             }
             all.extend(present);
         }
@@ -330,9 +383,9 @@ impl BlobStore for RemoteBlobs {
     }
 
     async fn put_file(&self, hash: ContentHash, path: &Path) -> Result<(), StorageError> {
-        if self.exists(hash).await? {
+        let Some(arrived) = self.retry(LOOK_UP, None, || self.arrived(hash)).await? else {
             return Ok(());
-        }
+        };
         // Checked before the upload, so that a file that changed after it was hashed is not transferred.
         let (target, name) = (path.to_owned(), path.display().to_string());
         let bytes = blocking(move || {
@@ -342,21 +395,23 @@ impl BlobStore for RemoteBlobs {
             check(name, hash, found).map(|()| bytes)
         })
         .await?;
-        self.retry("store a blob", Some(hash), || async {
-            let file = tokio::fs::File::open(path).await;
-            let file = file.map_err(|error| StorageError::from(FsError::new("read", path, error)))?;
-            self.send(hash, bytes, file).await
+        self.upload(hash, bytes, arrived, |offset| async move {
+            let failed = |error| StorageError::from(FsError::new("read", path, error));
+            let mut file = tokio::fs::File::open(path).await.map_err(failed)?;
+            file.seek(SeekFrom::Start(offset)).await.map_err(failed)?;
+            Ok(file)
         })
         .await
     }
 
     async fn put_bytes(&self, hash: ContentHash, bytes: Bytes) -> Result<(), StorageError> {
         check("bytes to be stored".into(), hash, ContentHash::of(&bytes))?;
-        if self.exists(hash).await? {
+        let Some(arrived) = self.retry(LOOK_UP, None, || self.arrived(hash)).await? else {
             return Ok(());
-        }
-        self.retry("store a blob", Some(hash), || {
-            self.send(hash, bytes.len() as u64, &bytes[..])
+        };
+        self.upload(hash, bytes.len() as u64, arrived, |offset| {
+            let rest = usize::try_from(offset).ok().and_then(|offset| bytes.get(offset..));
+            std::future::ready(Ok(rest.unwrap_or_default()))
         })
         .await
     }
@@ -499,6 +554,40 @@ mod tests {
         let bytes = 24 << 30;
         assert!(store_timeout(bytes) >= Duration::from_secs(bytes / (1_500_000 / 8 / 4)));
         assert_eq!(store_timeout(0), STORE_TIMEOUT);
+    }
+
+    /// Coordinators of older versions do not know `received`, and take the rest of a blob for the whole.
+    #[test]
+    fn an_upload_to_an_older_coordinator_starts_over() {
+        use prost::Message;
+        // `present` alone: field 1, packed, one entry.
+        let reply = v1::HasReply::decode([0x0a, 1, 0].as_slice()).unwrap();
+        assert_eq!((reply.present, reply.received), (vec![false], 0));
+        let answer = Status::invalid_argument("data: 5 bytes received, 9 were announced; send the blob again");
+        assert!(is_unusable_offset(&answer) && !is_unusable_offset(&Status::unavailable("")));
+        // An upload from the beginning is the message of older clients, with one field that older coordinators skip.
+        let header = v1::BlobHeader {
+            sha256: "a".to_owned(),
+            bytes: 9,
+            offset: 0,
+            upload: "u1".to_owned(),
+        };
+        assert_eq!(header.encode_to_vec(), b"\x0a\x01a\x10\x09\x22\x02u1");
+    }
+
+    /// A worker decides by these errors whether a failure counts against its job.
+    #[test]
+    fn an_unauthenticated_caller_is_another_error_than_a_refused_blob() {
+        let error = |code| final_error("store a blob", None, &Status::new(code, "no"));
+        assert!(matches!(
+            error(Code::Unauthenticated),
+            StorageError::Unauthenticated { .. }
+        ));
+        assert!(matches!(error(Code::PermissionDenied), StorageError::Denied { .. }));
+        let StorageError::Failed { message, .. } = error(Code::ResourceExhausted) else {
+            panic!("a limit of the coordinator");
+        };
+        assert_eq!(message, "through the coordinator: no");
     }
 
     #[tokio::test]

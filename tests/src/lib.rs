@@ -3,6 +3,7 @@
 //! Each test starts the processes that it needs. Dropping a [`processes::Process`] kills it. Each process writes its output to
 //! a file, whose last lines are printed when a wait times out.
 
+pub mod breaking_proxy;
 pub mod chaos;
 pub mod cluster;
 pub mod coordinators;

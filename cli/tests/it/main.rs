@@ -39,3 +39,5 @@ mod support;
 mod terminal;
 #[cfg(feature = "embedded")]
 mod traces;
+#[cfg(feature = "embedded")]
+mod uploads;

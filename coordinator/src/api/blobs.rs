@@ -1,12 +1,14 @@
 //! Upload and download of blobs for clients without access to the object storage. An upload goes through a temporary
-//! file, so that it is verified before it is stored and stored before it is acknowledged.
+//! file, so that it is verified before it is stored and stored before it is acknowledged. One that breaks can be continued
+//! (`super::unfinished_uploads`).
 
 use super::auth::caller;
 use super::shared::Shared;
 use super::status::{storage_full_status, storage_status, store_status, token_ended_status};
+use super::unfinished_uploads::{PartialUpload, ReceivingUpload, UploadKey};
 use crate::access::Identity;
 use crate::blob_access::VisibleBlobs;
-use crate::transfer_limit::TransferPermit;
+use crate::disk_reserve::SpaceReservation;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
@@ -16,13 +18,14 @@ use aitk_proto::v1::blobs_server::Blobs;
 use aitk_scheduler::State;
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
-use std::path::PathBuf;
+use std::io::SeekFrom;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncSeekExt, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 
 /// Maximum number of hashes in one request.
 const MAX_HASHES: usize = 1000;
@@ -40,20 +43,6 @@ const WIRE_BUFFER: usize = 16;
 #[derive(Debug)]
 pub(super) struct BlobsApi(pub(super) Shared);
 
-/// A temporary file of an upload; removed when dropped.
-struct TempUpload {
-    path: PathBuf,
-    // Acquired before the file is created, so that the disk holds a bounded number of files.
-    _permit: TransferPermit,
-}
-
-impl Drop for TempUpload {
-    fn drop(&mut self) {
-        // The file may not exist. Files left by a crash are removed at the next start.
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
 fn parse(text: &str) -> Result<ContentHash, Status> {
     ContentHash::parse(text).map_err(|error| Status::invalid_argument(format!("sha256: {error}")))
 }
@@ -66,16 +55,6 @@ fn local_disk_status(error: &std::io::Error) -> Status {
 }
 
 impl BlobsApi {
-    async fn create_temp_upload(&self, who: &Identity) -> Result<TempUpload, Status> {
-        let permit = self.0.uploads.permit(&who.name).await;
-        let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
-        let path = self
-            .0
-            .upload_folder
-            .join(format!("{}.part", uuid::Uuid::new_v4().simple()));
-        Ok(TempUpload { path, _permit: permit })
-    }
-
     /// Checks that the caller may download a blob: operators and administrators any, workers those that their running
     /// jobs need, users the files of jobs that they can see. An invisible blob is reported as not found.
     async fn check_download(&self, who: &Identity, hash: ContentHash) -> Result<(), Status> {
@@ -156,6 +135,61 @@ impl BlobsApi {
         ))
     }
 
+    /// Begins an upload, or continues one that broke.
+    async fn begin_upload(
+        &self,
+        who: &Identity,
+        visible: &VisibleBlobs,
+        header: &v1::BlobHeader,
+        hash: ContentHash,
+    ) -> Result<ReceivingUpload, Status> {
+        let uploads = &self.0.unfinished_uploads;
+        let key = UploadKey::new(who, &header.upload, hash)?;
+        if header.offset > 0 {
+            let kept = match &key {
+                Some(key) => uploads.take(key, header.bytes, header.offset).await,
+                None => None,
+            };
+            let kept = kept.ok_or_else(|| {
+                Status::out_of_range(format!(
+                    "offset: the coordinator does not have the first {} bytes of this upload; send the blob from its beginning",
+                    header.offset
+                ))
+            })?;
+            return Ok(uploads.begin(key, kept));
+        }
+        if let Some(key) = &key {
+            uploads.discard(key);
+        }
+        let reserve = || self.0.blob_access.reserve_upload(who, visible, header.bytes);
+        let reserved = reserve().or_else(|too_much| match uploads.discard_of_sender(who) {
+            true => reserve(),
+            false => Err(too_much),
+        });
+        let reservation = reserved.map_err(|too_much| {
+            self.audit_refused(who, "blob.put", hash, &too_much.to_string());
+            Status::resource_exhausted(too_much.to_string())
+        })?;
+        let name = format!("{}.part", uuid::Uuid::new_v4().simple());
+        let path = self.0.upload_folder.join(name);
+        Ok(uploads.begin(key, PartialUpload::new(path, header.bytes, reservation)))
+    }
+
+    /// Reserves disk space for the bytes that an upload still has to send.
+    fn reserve_space(&self, bytes: u64, missing: u64) -> Result<SpaceReservation, Status> {
+        let reserved = self.0.space.reserve_upload(missing);
+        let reserved = reserved.or_else(|space| match self.0.unfinished_uploads.discard_all() {
+            true => self.0.space.reserve_upload(missing),
+            false => Err(space),
+        });
+        reserved.map_err(|space| {
+            storage_full_status(format!(
+                "the coordinator's disk is full: {} bytes are free, {} of them are reserved for the database, and this blob has {bytes}",
+                space.free, space.reserve
+            ))
+        })
+    }
+
     /// Receives an upload and stores it.
     async fn receive(
         &self,
@@ -172,80 +206,120 @@ impl BlobsApi {
         if self.find_present(&visible, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
-        let reservation = self
-            .0
-            .blob_access
-            .reserve_upload(who, &visible, header.bytes)
-            .map_err(|too_much| {
-                self.audit_refused(who, "blob.put", hash, &too_much.to_string());
-                Status::resource_exhausted(too_much.to_string())
-            })?;
-        let upload = self.create_temp_upload(who).await?;
-        let disk_space = self.0.space.reserve_upload(header.bytes);
-        let _disk_space = disk_space.map_err(|space| {
-            storage_full_status(format!(
-                "the coordinator's disk is full: {} bytes are free, {} of them are reserved for the database, and this blob has {}",
-                space.free, space.reserve, header.bytes
-            ))
-        })?;
-        let (began, mut held_back) = (Instant::now(), Duration::ZERO);
-        // No limit for workers: other jobs wait for their checkpoints.
-        let is_limited = !who.role.changes_all() && who.role != Role::Worker;
-        let mut file = tokio::fs::File::create(&upload.path)
-            .await
-            .map_err(|error| local_disk_status(&error))?;
-        let mut received = 0_u64;
-        while let Some(part) = next(&mut parts).await? {
-            let Part::Data(data) = part else {
-                return Err(Status::invalid_argument("part: a second header"));
-            };
-            received = received.saturating_add(data.len() as u64);
-            if received > header.bytes {
-                return Err(Status::invalid_argument(format!(
-                    "data: more than the announced {} bytes",
-                    header.bytes
-                )));
-            }
-            if is_limited {
-                let wait = self
-                    .0
-                    .upload_rate
-                    .delay_after(&who.name, data.len() as u64, Instant::now());
-                tokio::time::sleep(wait).await;
-                held_back += wait;
-            }
-            // Time in which we throttled the sender does not count.
-            if is_too_slow(received, began.elapsed().saturating_sub(held_back)) {
-                return Err(Status::deadline_exceeded(format!(
-                    "an upload of less than {MIN_UPLOAD_RATE} bytes a second is too slow and blocks other uploads; send the blob again over a faster connection"
-                )));
-            }
-            file.write_all(&data).await.map_err(|error| local_disk_status(&error))?;
-        }
-        file.flush().await.map_err(|error| local_disk_status(&error))?;
-        drop(file);
-        if received != header.bytes {
-            return Err(Status::invalid_argument(format!(
-                "data: {received} bytes received, {} were announced; send the blob again",
-                header.bytes
-            )));
-        }
+        let mut upload = self.begin_upload(who, &visible, &header, hash).await?;
+        // Acquired before the file is created, so that the disk holds a bounded number of files.
+        let permit = self.0.uploads.permit(&who.name).await;
+        let _permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
+        let _space = self.reserve_space(header.bytes, header.bytes.saturating_sub(header.offset))?;
+        self.receive_data(who, header.bytes, &mut parts, &mut upload).await?;
         // The attempt may have ended during the upload.
-        self.check_upload(who, hash).await?;
+        if let Err(refused) = self.check_upload(who, hash).await {
+            upload.discard();
+            return Err(refused);
+        }
         let _pin_guard = self.0.pins.pin(vec![hash]).await;
         // The storage verifies the hash.
-        self.0
-            .blobs
-            .put_file(hash, &upload.path)
-            .await
-            .map_err(|error| storage_status(&error))?;
-        self.0.blob_access.record_upload(who, hash, received).await?;
-        reservation.commit();
+        if let Err(error) = self.0.blobs.put_file(hash, upload.path()).await {
+            // While the storage does not answer, the bytes are kept for the next try.
+            if !error.is_transient() {
+                upload.discard();
+            }
+            return Err(storage_status(&error));
+        }
+        self.0.blob_access.record_upload(who, hash, header.bytes).await?;
+        upload.commit();
         self.0
             .pins
             .announce([hash], self.0.collector.retention.unreferenced_retention());
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
+
+    /// Writes the data of an upload of `bytes` bytes to its file. If the call breaks, or is too slow, the upload is kept.
+    async fn receive_data(
+        &self,
+        who: &Identity,
+        bytes: u64,
+        parts: &mut Streaming<v1::PutBlobRequest>,
+        upload: &mut ReceivingUpload,
+    ) -> Result<(), Status> {
+        use v1::put_blob_request::Part;
+        let (began, mut held_back) = (Instant::now(), Duration::ZERO);
+        // No limit for workers: other jobs wait for their checkpoints.
+        let is_limited = !who.role.changes_all() && who.role != Role::Worker;
+        let first = upload.received();
+        let mut file = match open_at(upload.path(), first).await {
+            Ok(file) => file,
+            Err(error) => {
+                upload.discard();
+                return Err(local_disk_status(&error));
+            }
+        };
+        loop {
+            let part = tokio::select! {
+                part = next(parts) => part,
+                () = upload.taken_over() => return Err(Status::aborted("another call continues this upload")),
+            };
+            let data = match part {
+                Ok(Some(Part::Data(data))) => data,
+                Ok(None) => break,
+                Ok(Some(Part::Header(_))) => {
+                    upload.discard();
+                    return Err(Status::invalid_argument("part: a second header"));
+                }
+                Err(status) => {
+                    if status.code() == Code::InvalidArgument {
+                        upload.discard();
+                    }
+                    return Err(status);
+                }
+            };
+            let length = data.len() as u64;
+            if length > bytes.saturating_sub(upload.received()) {
+                upload.discard();
+                return Err(Status::invalid_argument(format!(
+                    "data: more than the announced {bytes} bytes"
+                )));
+            }
+            if is_limited {
+                let wait = self.0.upload_rate.delay_after(&who.name, length, Instant::now());
+                tokio::time::sleep(wait).await;
+                held_back += wait;
+            }
+            if let Err(error) = file.write_all(&data).await {
+                upload.discard();
+                return Err(local_disk_status(&error));
+            }
+            upload.add(length);
+            // Time in which we throttled the sender does not count.
+            if is_too_slow(upload.received() - first, began.elapsed().saturating_sub(held_back)) {
+                return Err(Status::deadline_exceeded(format!(
+                    "an upload of less than {MIN_UPLOAD_RATE} bytes a second is too slow and blocks other uploads; send the blob again over a faster connection"
+                )));
+            }
+        }
+        if let Err(error) = file.flush().await {
+            upload.discard();
+            return Err(local_disk_status(&error));
+        }
+        let received = upload.received();
+        if received != bytes {
+            upload.discard();
+            return Err(Status::invalid_argument(format!(
+                "data: {received} bytes received, {bytes} were announced; send the blob again"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Opens the file of an upload, to write from this position; at its beginning, creates it.
+async fn open_at(path: &Path, position: u64) -> std::io::Result<tokio::fs::File> {
+    if position == 0 {
+        return tokio::fs::File::create(path).await;
+    }
+    let mut file = tokio::fs::OpenOptions::new().write(true).open(path).await?;
+    file.seek(SeekFrom::Start(position)).await?;
+    Ok(file)
 }
 
 async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
@@ -265,7 +339,7 @@ async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::pu
 impl Blobs for BlobsApi {
     async fn has(&self, request: Request<v1::HasRequest>) -> Result<Response<v1::HasReply>, Status> {
         let who = caller(&request)?;
-        let texts = request.into_inner().sha256;
+        let v1::HasRequest { sha256: texts, upload } = request.into_inner();
         if texts.len() > MAX_HASHES {
             return Err(Status::invalid_argument(format!(
                 "sha256: {} hashes; at most {MAX_HASHES}",
@@ -276,7 +350,14 @@ impl Blobs for BlobsApi {
         let _active_call = self.0.blob_access.begin_call(&who);
         let visible = self.0.blob_access.visible_blobs(&who).await?;
         let present = self.find_present(&visible, &hashes).await?;
-        Ok(Response::new(v1::HasReply { present }))
+        let received = match hashes.as_slice() {
+            [hash] => UploadKey::new(&who, &upload, *hash)?.map(|key| self.0.unfinished_uploads.received(&key)),
+            _ => None,
+        };
+        Ok(Response::new(v1::HasReply {
+            present,
+            received: received.unwrap_or(0),
+        }))
     }
 
     async fn put(&self, request: Request<Streaming<v1::PutBlobRequest>>) -> Result<Response<v1::PutBlobReply>, Status> {
@@ -307,6 +388,7 @@ impl Blobs for BlobsApi {
             sha256: hash.to_hex(),
             bytes,
             offset,
+            upload: String::new(),
         };
         let blobs = self.0.blobs.clone();
         let (sender, receiver) = mpsc::channel(WIRE_BUFFER);

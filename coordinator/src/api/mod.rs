@@ -14,11 +14,13 @@ mod outputs;
 mod shared;
 mod status;
 mod submission;
+mod unfinished_uploads;
 mod workers;
 
 pub(crate) use auth::{Authenticator, peer_address};
 
 pub(crate) use shared::Shared;
+pub(crate) use unfinished_uploads::UnfinishedUploads;
 
 use aitk_proto::MAX_MESSAGE_BYTES;
 use aitk_proto::v1::admin_server::AdminServer;

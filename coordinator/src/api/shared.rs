@@ -1,5 +1,6 @@
 //! State that the services share.
 
+use super::unfinished_uploads::UnfinishedUploads;
 use crate::access::Access;
 use crate::assign::Assigner;
 use crate::blob_access::BlobAccess;
@@ -42,6 +43,8 @@ pub(crate) struct Shared {
     pub(crate) signer: Option<Arc<Signer>>,
     /// Folder for blobs that are being uploaded.
     pub(crate) upload_folder: PathBuf,
+    /// Uploads whose call broke.
+    pub(crate) unfinished_uploads: UnfinishedUploads,
     /// Limits the large submissions that are parsed at once.
     pub(crate) parsing: Arc<Semaphore>,
     /// Creates the assignment messages for workers.

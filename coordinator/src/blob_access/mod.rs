@@ -304,7 +304,7 @@ impl BlobAccess {
 
 /// Returns the key of a caller's uploads. It includes the kind, so that a worker and a user with the same name are
 /// distinct.
-fn owner_key(who: &Identity) -> String {
+pub(crate) fn owner_key(who: &Identity) -> String {
     let kind = if who.role == Role::Worker { "worker" } else { "user" };
     format!("{kind}/{}", who.name)
 }

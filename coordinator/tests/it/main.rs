@@ -5,6 +5,7 @@
 
 mod access;
 mod arrays;
+mod broken_uploads;
 mod cluster;
 mod connections;
 mod disk_full;

@@ -493,7 +493,7 @@ async fn blobs_are_verified_on_upload_and_download() {
         Part::Header(v1::BlobHeader {
             sha256: ContentHash::of(b"abc").to_hex(),
             bytes,
-            offset: 0,
+            ..Default::default()
         })
     };
     let cases = [

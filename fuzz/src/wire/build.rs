@@ -238,9 +238,9 @@ messages! {
     ReadAuditReply { lines }
     CollectGarbageRequest { dry_run }
     CollectGarbageReply { blobs needed removed removed_bytes jobs_forgotten }
-    HasRequest { sha256 }
-    HasReply { present }
-    BlobHeader { sha256 bytes offset }
+    HasRequest { sha256 upload }
+    HasReply { present received }
+    BlobHeader { sha256 bytes offset upload }
     PutBlobRequest { part }
     PutBlobReply { existed }
     GetBlobRequest { sha256 offset }

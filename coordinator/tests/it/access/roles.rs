@@ -15,6 +15,7 @@ async fn each_role_has_its_permissions_and_no_others() {
     assert_eq!(get(&viewer, &job).await.unwrap().owner, "default");
     let has = v1::HasRequest {
         sha256: vec![ContentHash::of(b"x").to_hex()],
+        ..Default::default()
     };
     let worker = client_with_role(&coordinator, "box", "worker").await;
     let submitter = client_with_role(&coordinator, "sam", "submitter").await;

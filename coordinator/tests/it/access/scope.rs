@@ -69,7 +69,7 @@ fn header(hash: ContentHash, bytes: u64) -> Part {
     Part::Header(v1::BlobHeader {
         sha256: hash.to_hex(),
         bytes,
-        offset: 0,
+        ..Default::default()
     })
 }
 

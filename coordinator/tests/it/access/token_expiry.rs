@@ -85,7 +85,7 @@ async fn a_revoked_token_is_refused_and_its_streams_end() {
     let header = v1::BlobHeader {
         sha256: ContentHash::of(b"something").to_hex(),
         bytes: data.len() as u64 + 1,
-        offset: 0,
+        ..Default::default()
     };
     for part in [Part::Header(header), Part::Data(data.to_vec())] {
         parts.send(v1::PutBlobRequest { part: Some(part) }).await.unwrap();
