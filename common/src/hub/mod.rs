@@ -3,14 +3,18 @@
 //! [`push`] uploads results.
 
 mod environment;
+mod file_url;
 pub mod push;
+mod retry_after;
 
 pub use environment::HubEnvironment;
+pub use file_url::file_url;
+pub use retry_after::{MAX_RETRY_AFTER, retry_after};
 
 use crate::gguf;
 use crate::model_files::{Inventory, SMALL_FILE_BYTES, TensorShapes, Unreadable, small_files};
 use reqwest::header::RANGE;
-use reqwest::{Client, StatusCode, Url, redirect};
+use reqwest::{Client, RequestBuilder, Response, StatusCode, Url, redirect};
 use serde::Deserialize;
 use std::time::Duration;
 
@@ -20,6 +24,9 @@ pub const ENDPOINT: &str = "https://huggingface.co";
 const MAX_LIST_BYTES: u64 = 16 << 20;
 /// Bytes of a weights file that the first request asks for. Most headers are shorter.
 const HEADER_GUESS_BYTES: u64 = 512 << 10;
+/// How often a request is sent to a hub that is busy, and how long it may ask to wait each time: a command waits for the answer.
+const MAX_BUSY_TRIES: u32 = 4;
+const MAX_BUSY_WAIT: Duration = Duration::from_secs(20);
 /// The size limit of a header. Longer ones are only read after the file is downloaded.
 const MAX_HEADER_BYTES: u64 = 16 << 20;
 
@@ -174,7 +181,7 @@ impl HubReader {
         let names: Vec<String> = listed.siblings.iter().map(|file| file.rfilename.clone()).collect();
         let mut files = Inventory::of_names(names.clone());
         let (configs, headers) = small_files(&names);
-        let file = |name: &str| format!("{}/{repo}/resolve/{}/{name}", self.endpoint, listed.sha);
+        let file = |name: &str| file_url(&self.endpoint, repo, &listed.sha, name);
         for name in configs {
             let bytes = self.read(client, repo, &file(name), Some(0), SMALL_FILE_BYTES).await?;
             files.add_config(name, &bytes);
@@ -240,7 +247,7 @@ impl HubReader {
             request = request.header(RANGE, format!("bytes={from}-{}", from + limit.saturating_sub(1)));
         }
         let failed = |error: reqwest::Error| unavailable(url, &error);
-        let mut response = request.send().await.map_err(failed)?;
+        let mut response = send(request).await.map_err(failed)?;
         let status = response.status();
         match status {
             // The response for an empty file.
@@ -278,6 +285,21 @@ impl HubReader {
         bytes.truncate(limit);
         Ok(bytes)
     }
+}
+
+/// Sends a request, again while the hub asks to wait for a time that a user waits too.
+async fn send(request: RequestBuilder) -> reqwest::Result<Response> {
+    for _ in 1..MAX_BUSY_TRIES {
+        let Some(request) = request.try_clone() else { break };
+        let response = request.send().await?;
+        let status = response.status();
+        let is_busy = status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error();
+        match retry_after(response.headers()).filter(|wait| is_busy && *wait <= MAX_BUSY_WAIT) {
+            Some(wait) => tokio::time::sleep(wait).await,
+            None => return Ok(response),
+        }
+    }
+    request.send().await
 }
 
 fn unavailable(what: &str, error: &reqwest::Error) -> HubError {

@@ -25,7 +25,7 @@ pub(crate) use user_tokens::UserTokens;
 
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hash::ContentHash;
-use aitk_common::hub::HubEnvironment;
+use aitk_common::hub::{HubEnvironment, MAX_RETRY_AFTER, file_url, retry_after};
 use aitk_common::id::UserName;
 use aitk_common::job::repository::is_commit;
 use reqwest::StatusCode;
@@ -184,15 +184,28 @@ impl Hub {
         {
             return Ok(found);
         }
-        let listing = match self.list(request, token).await {
-            Ok(listing) => listing,
-            Err(error @ (HubError::Unavailable { .. } | HubError::Offline { .. })) => {
-                return self.cached(request, folder, log, error);
+        let mut tries = 1;
+        let listing = loop {
+            let error = match self.list(request, token).await {
+                Ok(listing) => break listing,
+                Err(error @ (HubError::Unavailable { .. } | HubError::Offline { .. })) => error,
+                Err(error) => return Err(error),
+            };
+            let asked = match &error {
+                HubError::Unavailable { retry_after, .. } => retry_after.filter(|wait| *wait <= MAX_RETRY_AFTER),
+                _ => None,
+            };
+            match (self.cached(request, folder, log, error), asked) {
+                (Err(_), Some(wait)) if tries < MAX_TRIES => {
+                    log(format!("the hub is busy and asks to wait {} s", wait.as_secs()));
+                    tokio::time::sleep(wait).await;
+                    tries += 1;
+                }
+                (found, _) => return found,
             }
-            Err(error) => return Err(error),
         };
         if listing.is_gated && token.is_none() {
-            return Err(self.client.status_error(repo, repo, StatusCode::UNAUTHORIZED));
+            return Err(self.client.status_error(repo, repo, StatusCode::UNAUTHORIZED, None));
         }
         let version = version_name(repo, &listing.revision);
         if let Some(found) = find_fetched(folder, request.parts, &version) {
@@ -320,7 +333,8 @@ impl Hub {
             .await
             .map_err(|error| self.client.connection_error(&url, &error))?;
         if !answer.status().is_success() {
-            return Err(self.client.status_error(repo, &url, answer.status()));
+            let asked = retry_after(answer.headers());
+            return Err(self.client.status_error(repo, &url, answer.status(), asked));
         }
         let mut answer = answer;
         let mut text = Vec::new();
@@ -349,6 +363,7 @@ impl Hub {
                 Err(_) => HubError::Unavailable {
                     what: repo.to_owned(),
                     problem: format!("{url} answered with something that is not JSON"),
+                    retry_after: None,
                 },
             })?;
         match request.revision {
@@ -383,7 +398,7 @@ impl Hub {
         {
             return Ok((path, "took from Hugging Face's cache"));
         }
-        let url = format!("{}/{repo}/resolve/{revision}/{}", self.client.endpoint(), file.name);
+        let url = file_url(self.client.endpoint(), repo, revision, &file.name);
         let (mut tries, mut delay) = (0, self.first_delay);
         let mut furthest = download::received(&path);
         loop {
@@ -396,9 +411,13 @@ impl Hub {
                 (tries, delay) = (1, self.first_delay);
             }
             match tried {
-                Err(HubError::Unavailable { what, problem }) if tries < MAX_TRIES => {
+                Err(HubError::Unavailable {
+                    what,
+                    problem,
+                    retry_after,
+                }) if tries < MAX_TRIES && retry_after.is_none_or(|wait| wait <= MAX_RETRY_AFTER) => {
                     tracing::warn!(%what, %problem, "a download failed; trying again");
-                    tokio::time::sleep(delay).await;
+                    tokio::time::sleep(delay.max(retry_after.unwrap_or_default())).await;
                     delay *= 2;
                 }
                 Err(error) => return Err(error),

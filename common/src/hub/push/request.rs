@@ -1,8 +1,8 @@
 //! Requests to the hub that change something: repeated when the hub is busy, and with its words when it refuses.
 
 use super::upload::PushError;
-use crate::hub::install_tls;
-use reqwest::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER};
+use crate::hub::{MAX_RETRY_AFTER, install_tls, retry_after};
+use reqwest::header::{ACCEPT, CONTENT_TYPE};
 use reqwest::{Client, RequestBuilder, Response, StatusCode, redirect};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -17,8 +17,6 @@ const BUSY: [StatusCode; 2] = [StatusCode::TOO_MANY_REQUESTS, StatusCode::REQUES
 /// The first and the longest wait before a request is sent again.
 const FIRST_DELAY: Duration = Duration::from_secs(1);
 const MAX_DELAY: Duration = Duration::from_secs(30);
-/// The longest wait that a hub may ask for (`Retry-After`). Its limits count the requests of 5 minutes.
-const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 /// The size limit of a response.
 const MAX_RESPONSE_BYTES: usize = 16 << 20;
 /// The time limit of a request, without the time for its body.
@@ -155,7 +153,7 @@ impl Requests {
     /// The body of a response that is not a refusal.
     pub(super) async fn check(&self, answer: Response) -> Result<Vec<u8>, PushError> {
         let (status, url) = (answer.status(), answer.url().clone());
-        let asked = retry_after(&answer);
+        let asked = retry_after(answer.headers());
         let body = read_body(answer).await?;
         if status.is_success() {
             return Ok(body);
@@ -175,7 +173,7 @@ impl Requests {
 /// for too long.
 pub(super) fn wait(answer: &reqwest::Result<Response>, attempt: u32) -> Option<Duration> {
     match answer {
-        Ok(answer) => wait_after(Some(answer.status()), retry_after(answer), attempt),
+        Ok(answer) => wait_after(Some(answer.status()), retry_after(answer.headers()), attempt),
         Err(_) => wait_after(None, None, attempt),
     }
 }
@@ -190,12 +188,6 @@ fn wait_after(status: Option<StatusCode>, asked: Option<Duration>, attempt: u32)
     let doubled = FIRST_DELAY * 2u32.pow(attempt.saturating_sub(1).min(10));
     let wait = asked.unwrap_or(Duration::ZERO).max(doubled.min(MAX_DELAY));
     (attempt < limit && wait <= MAX_RETRY_AFTER).then_some(wait)
-}
-
-/// The seconds of a response's `Retry-After`.
-fn retry_after(answer: &Response) -> Option<Duration> {
-    let text = answer.headers().get(RETRY_AFTER)?.to_str().ok()?;
-    text.trim().parse().ok().map(Duration::from_secs)
 }
 
 /// The time limit of a request with a body of this length.

@@ -3,6 +3,7 @@
 use aitk_common::fsutil::FsError;
 use reqwest::{Client, StatusCode};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 /// The hint for models that are not public.
 const PRIVATE_MODEL_HINT: &str = "A private or gated model needs a token. A worker uses its own (HF_TOKEN, or that of `hf auth login`) for jobs that run in place \
@@ -34,9 +35,13 @@ pub(crate) enum HubError {
          job needs"
     )]
     DiskFull { repo: String, problem: String },
-    /// The hub cannot be reached, or downloads fail repeatedly.
+    /// The hub cannot be reached, or downloads fail repeatedly. `retry_after` is how long it asks to wait.
     #[error("could not fetch {what}: {problem}; check the network of the machine, or HF_ENDPOINT")]
-    Unavailable { what: String, problem: String },
+    Unavailable {
+        what: String,
+        problem: String,
+        retry_after: Option<Duration>,
+    },
     /// The model is not here, and the machine's owner wants no requests to the hub.
     #[error(
         "{repo} is not in the cache of this worker, and is not downloaded because HF_HUB_OFFLINE is set in the worker's environment; unset \
@@ -103,18 +108,23 @@ impl HubClient {
         HubError::Unavailable {
             what: what.to_owned(),
             problem: cause.to_string(),
+            retry_after: None,
         }
     }
 
-    /// The error for an HTTP status.
-    pub(super) fn status_error(&self, repo: &str, what: &str, status: StatusCode) -> HubError {
+    /// The error for an HTTP status. `asked` is the wait that the response asks for.
+    pub(super) fn status_error(&self, repo: &str, what: &str, status: StatusCode, asked: Option<Duration>) -> HubError {
         let (repo, endpoint) = (repo.to_owned(), self.endpoint.clone());
         match status {
             StatusCode::NOT_FOUND => HubError::NotFound { repo, endpoint },
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => HubError::Denied { repo, endpoint },
             other => HubError::Unavailable {
                 what: what.to_owned(),
-                problem: format!("the hub answered {other}"),
+                problem: match asked {
+                    Some(wait) => format!("the hub answered {other} and asks to wait {} s", wait.as_secs()),
+                    None => format!("the hub answered {other}"),
+                },
+                retry_after: asked,
             },
         }
     }

@@ -5,6 +5,7 @@ use super::select::RemoteFile;
 use super::shared_cache::SharedCache;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
+use aitk_common::hub::retry_after;
 use reqwest::StatusCode;
 use reqwest::header::{CONTENT_RANGE, RANGE};
 use std::fs::File;
@@ -120,7 +121,8 @@ async fn receive(
                     == Some(Ok(received))
             });
     if !is_partial && response.status() != StatusCode::OK {
-        return Err(hub.status_error(source.repo, &file.name, response.status()));
+        let asked = retry_after(response.headers());
+        return Err(hub.status_error(source.repo, &file.name, response.status(), asked));
     }
     let failed = |error| FsError::new("write", part, error);
     let mut options = tokio::fs::OpenOptions::new();
@@ -159,6 +161,7 @@ async fn receive(
         return Err(HubError::Unavailable {
             what: file.name.clone(),
             problem,
+            retry_after: None,
         });
     }
     Ok(())

@@ -90,6 +90,77 @@ async fn a_download_that_gets_further_is_resumed_however_often_it_breaks() {
     assert_eq!(server.state.lock().unwrap().cut, None);
 }
 
+/// Before, a list that the hub refused for a moment ended the attempt, and a file was asked for again after half a second, whatever the hub
+/// said.
+#[tokio::test]
+async fn a_busy_hub_is_asked_again_when_it_says_so_unless_that_is_too_late() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    let weights = "unet/diffusion_pytorch_model.safetensors";
+    server.publish(&[
+        ("model_index.json", INDEX),
+        ("unet/config.json", b"{}"),
+        (weights, b"weights"),
+    ]);
+    let list = "/api/models/org/tiny/revision/main?blobs=true".to_owned();
+    let file = format!("/org/tiny/resolve/abc123/{weights}");
+    let hub = server.hub(folder.path());
+    server.state.lock().unwrap().busy = Some((file.clone(), 1, 86_400));
+    let error = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap_err();
+    let HubError::Unavailable { problem, .. } = &error else {
+        panic!("{error}");
+    };
+    assert!(
+        problem.contains("429") && problem.ends_with("asks to wait 86400 s"),
+        "{problem}"
+    );
+    assert_eq!(server.requests().iter().filter(|path| **path == file).count(), 1);
+
+    server.state.lock().unwrap().busy = Some((list.clone(), MAX_TRIES - 1, 0));
+    let log = Mutex::new(Vec::new());
+    let model = hub
+        .fetch(&submitted_by_others("org/tiny"), &|line| log.lock().unwrap().push(line))
+        .await
+        .unwrap();
+    assert_eq!(std::fs::read(model.join(weights)).unwrap(), b"weights");
+    let lists = server.requests().iter().filter(|path| **path == list).count();
+    assert_eq!(lists, MAX_TRIES as usize);
+    let log = log.into_inner().unwrap();
+    assert_eq!(log[0], "the hub is busy and asks to wait 0 s");
+    // A version that is here is used at once.
+    server.state.lock().unwrap().busy = Some((list.clone(), 1, 300));
+    assert_eq!(
+        hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap(),
+        model
+    );
+    assert_eq!(server.requests(), [list]);
+}
+
+/// Before, the request was for the name up to its `?` or `#`.
+#[tokio::test]
+async fn names_with_characters_that_mean_something_in_urls_are_fetched() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[
+        ("model_index.json", INDEX),
+        ("unet/model.safetensors", b"weights"),
+        ("tokenizer/what?#1 %.txt", b"odd"),
+    ]);
+    {
+        let files = &mut server.state.lock().unwrap().files;
+        let odd = files
+            .remove("/org/tiny/resolve/abc123/tokenizer/what?#1 %.txt")
+            .unwrap();
+        files.insert(
+            "/org/tiny/resolve/abc123/tokenizer/what%3F%231%20%25.txt".to_owned(),
+            odd,
+        );
+    }
+    let hub = server.hub(folder.path());
+    let model = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
+    assert_eq!(std::fs::read(model.join("tokenizer/what?#1 %.txt")).unwrap(), b"odd");
+}
+
 #[tokio::test]
 async fn without_requests_to_the_hub_the_models_that_are_here_are_used() {
     let folder = tempfile::tempdir().unwrap();

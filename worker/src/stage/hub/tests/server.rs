@@ -16,6 +16,8 @@ pub(super) struct ServerState {
     pub(super) files: BTreeMap<String, Vec<u8>>,
     /// The HTTP status of every answer, if set.
     pub(super) status: Option<u16>,
+    /// Answers requests for this path with status 429 and this `Retry-After`, so many times.
+    pub(super) busy: Option<(String, u32, u64)>,
     /// Closes the connection after half of this path, once.
     pub(super) cut: Option<String>,
     /// How often it does so again.
@@ -159,7 +161,21 @@ async fn serve(mut stream: TcpStream, state: Arc<Mutex<ServerState>>) {
             None => path.clone(),
         });
         let status = state.status.take_if(|_| is_hidden).or(state.status);
+        let wait = match &mut state.busy {
+            Some((busy, left, wait)) if *busy == path && *left > 0 => {
+                *left -= 1;
+                Some(*wait)
+            }
+            _ => None,
+        };
         match (status, state.files.get(&path).cloned()) {
+            _ if wait.is_some() => {
+                let wait = wait.unwrap_or_default();
+                (
+                    format!("HTTP/1.1 429 x\r\nRetry-After: {wait}\r\nContent-Length: 0\r\n"),
+                    Vec::new(),
+                )
+            }
             (Some(status), _) => (format!("HTTP/1.1 {status} x\r\nContent-Length: 0\r\n"), Vec::new()),
             (None, None) => ("HTTP/1.1 404 x\r\nContent-Length: 0\r\n".to_owned(), Vec::new()),
             (None, Some(content)) => {
