@@ -140,7 +140,8 @@ pub enum Command {
     /// Wait for jobs to end
     #[command(
         long_about = "Wait for jobs to end.\n\nThe exit code is that of the first job, in the order given, that did not \
-                  complete; 0 if all did; 124 if the time of --timeout has passed."
+                  complete; 0 if all did; 124 if the time of --timeout has passed. Each job is printed with its state, then \
+                  also those that have not ended (with --quiet only those that have)."
     )]
     Wait(WaitArgs),
     /// Stop a job after saving its state

@@ -173,45 +173,54 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
     let notify = Notify::new(&args.notify, &context.paths)?;
     let api = context.api().await?;
     let jobs = resolve_all(&api, &args.jobs).await?;
-    let ended = {
+    let waited = {
         let _spinner = ui.has_bars().then(|| ui.spinner(&waiting_for(&jobs)));
         let limit = args.timeout.unwrap_or(Duration::from_secs(u64::from(u32::MAX)));
         let (count, active) = (jobs.len(), AtomicUsize::new(jobs.len()));
-        let all = join_all(jobs.into_iter().map(|job| {
+        let all = join_all(jobs.into_iter().map(|mut job| {
             let (api, ui, notify, active) = (&api, &ui, &notify, &active);
             async move {
                 // The time limit is not for the notification: it comes after the end of the job.
-                let ended = tokio::time::timeout(limit, wait_until_ended(api, ui, job)).await;
-                if let Ok(Ok(ended)) = &ended {
-                    active.fetch_sub(1, Ordering::Relaxed);
-                    notify.job_ended(ui, ended).await;
+                match tokio::time::timeout(limit, wait_until_ended(api, ui, &mut job)).await {
+                    Ok(Ok(())) => {}
+                    Ok(Err(failure)) => return Err(failure),
+                    Err(_) => return Ok(job),
                 }
-                ended
+                active.fetch_sub(1, Ordering::Relaxed);
+                notify.job_ended(ui, &job).await;
+                Ok(job)
             }
         }));
         tokio::select! {
-            ended = all => ended.into_iter().collect::<Result<Vec<_>, _>>(),
+            waited = all => waited,
             _ = tokio::signal::ctrl_c() => {
                 ui.notice(&interrupted_notice(count, active.load(Ordering::Relaxed)));
                 return Ok(Exit::Interrupted);
             }
         }
     };
-    let Ok(ended) = ended else {
-        return Err(Failure::new(
-            Exit::TimedOut,
-            "the time of --timeout has passed, and not all jobs have ended",
-        )
-        .hint("the jobs continue; `aitk ps` shows their states"));
-    };
-    let exit = wait_exit(&ended);
-    let (ended, failures): (Vec<_>, Vec<_>) = ended.into_iter().partition(Result::is_ok);
-    let ended: Vec<JobView> = ended.into_iter().flatten().collect();
-    if !ended.is_empty() {
-        print_ended(&ui, &ended, Format::from_flags(args.json, args.quiet))?;
+    let exit = wait_exit(&waited);
+    let count = waited.len();
+    let (jobs, failures): (Vec<_>, Vec<_>) = waited.into_iter().partition(Result::is_ok);
+    let mut jobs: Vec<JobView> = jobs.into_iter().flatten().collect();
+    let active = jobs.iter().filter(|job| !job.state.is_ended()).count();
+    let format = Format::from_flags(args.json, args.quiet);
+    if format == Format::Quiet {
+        // An id says no more than that its job has ended.
+        jobs.retain(|job| job.state.is_ended());
+    }
+    if !jobs.is_empty() {
+        print_states(&ui, &jobs, format)?;
     }
     for failure in failures.into_iter().filter_map(Result::err) {
         ui.failure(&failure);
+    }
+    if active > 0 {
+        let text = match count {
+            1 => "the time of --timeout has passed, and the job has not ended".to_owned(),
+            _ => format!("the time of --timeout has passed, and {active} of {count} jobs have not ended"),
+        };
+        return Err(Failure::new(Exit::TimedOut, text).hint("they continue; `aitk ps` shows their states"));
     }
     Ok(exit)
 }
@@ -237,12 +246,13 @@ fn wait_exit(ended: &[Result<JobView, Failure>]) -> Exit {
     exits.find(|exit| *exit != Exit::Ok).unwrap_or(Exit::Ok)
 }
 
-fn print_ended(ui: &Ui, ended: &[JobView], format: Format) -> Result<(), Failure> {
+/// Prints the state of each job. Those that have not ended are there when the time of `--timeout` has passed.
+fn print_states(ui: &Ui, jobs: &[JobView], format: Format) -> Result<(), Failure> {
     match format {
-        Format::Json => ui.json(&json!({ "jobs": ended.iter().map(job_json).collect::<Vec<Value>>() })),
-        Format::Quiet => ui.data_lines(ended.iter().map(|job| job.id.as_str())),
+        Format::Json => ui.json(&json!({ "jobs": jobs.iter().map(job_json).collect::<Vec<Value>>() })),
+        Format::Quiet => ui.data_lines(jobs.iter().map(|job| job.id.as_str())),
         Format::Human => {
-            for job in ended {
+            for job in jobs {
                 let reason = if job.state == JobState::Failed {
                     format!(": {}", job.reason)
                 } else {
@@ -265,14 +275,14 @@ fn waiting_for(jobs: &[JobView]) -> String {
     }
 }
 
-/// Polls until the job has ended. Retries while the coordinator is unreachable, for up to five minutes.
-async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobView, Failure> {
+/// Polls until the job has ended. `job` is what the coordinator said last. Retries while the coordinator is unreachable, for up to five minutes.
+async fn wait_until_ended(api: &Api, ui: &Ui, job: &mut JobView) -> Result<(), Failure> {
     let mut pause = Duration::from_millis(200);
     let mut unreachable_since: Option<Instant> = None;
     while !job.state.is_ended() {
         tokio::time::sleep(pause).await;
         match api.get(job.id.as_str()).await {
-            Ok(current) => (job, unreachable_since) = (current, None),
+            Ok(current) => (*job, unreachable_since) = (current, None),
             Err(failure) if failure.exit == Exit::Unreachable && may_reconnect(unreachable_since) => {
                 if unreachable_since.is_none() {
                     ui.warn(&format!("{failure}; retrying"));
@@ -283,7 +293,7 @@ async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobVie
         }
         pause = (pause * 2).min(POLL_INTERVAL);
     }
-    Ok(job)
+    Ok(())
 }
 
 /// Sends a request for each job. A job that refuses it does not keep the others from getting theirs. When the connection is lost, no

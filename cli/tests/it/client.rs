@@ -142,6 +142,44 @@ async fn a_followed_job_gives_its_exit_code() {
     assert_eq!(code(&run_aitk(&running, &["wait", "j1", "--timeout", "1s"]).await), 124);
 }
 
+/// Before, nothing was said about jobs that had ended already.
+#[tokio::test(flavor = "multi_thread")]
+async fn wait_says_of_each_job_what_it_is_when_its_time_has_passed() {
+    let fake = fake(vec![
+        job("j1", "ada", JobState::Completed),
+        job("j2", "bob", JobState::Running),
+        job("j3", "eve", JobState::Failed),
+    ]);
+    let all = ["wait", "j1", "j2", "j3", "--timeout", "1s"];
+    let output = run_aitk(&fake, &all).await;
+    assert_eq!(
+        (code(&output), out(&output).as_str()),
+        (
+            124,
+            "j1 ada completed\nj2 bob running\nj3 eve failed: because the test says so\n"
+        )
+    );
+    assert!(
+        err(&output).contains("and 1 of 3 jobs have not ended"),
+        "{}",
+        err(&output)
+    );
+    let output = run_aitk(&fake, &[&all[..], &["-q"]].concat()).await;
+    assert_eq!((code(&output), out(&output).as_str()), (124, "j1\nj3\n"));
+    let output = run_aitk(&fake, &[&all[..], &["--json"]].concat()).await;
+    let printed: serde_json::Value = serde_json::from_str(&out(&output)).unwrap();
+    let states: Vec<_> = printed["jobs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|job| &job["state"])
+        .collect();
+    assert_eq!(states, ["completed", "running", "failed"]);
+    // A job that is gone is named beside the others.
+    let output = run_aitk(&fake, &["wait", "j2", "--timeout", "1s"]).await;
+    assert!(err(&output).contains("the job has not ended"), "{}", err(&output));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failed_notification_does_not_change_the_exit_code() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
@@ -178,12 +216,11 @@ async fn interrupt_submit(fake: &FakeCoordinator, has_hung: impl Fn(&FakeState) 
     home.write("job.yaml", JOB);
     let mut child = start_aitk(&home, fake, &["submit", "job.yaml"], Stdio::piped()).await;
     wait_while_running(&mut child, || has_hung(&fake.0.lock().unwrap())).await;
-    let start = std::time::Instant::now();
     interrupt(&child);
     let output = child.wait_with_output().unwrap();
-    // Each call ends after 30 seconds.
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     let text = String::from_utf8(output.stderr).unwrap();
+    // The call that hangs ends by itself after 30 seconds, with this error.
+    assert!(!text.contains("did not answer within"), "{text}");
     assert_eq!(output.status.code(), Some(130), "{text}");
     text
 }
@@ -209,9 +246,9 @@ async fn ctrl_c_names_a_job_that_was_submitted() {
     assert!(text.contains("aitk watch j1"), "{text}");
 }
 
-/// Writes a program that creates the file `begun` and then takes this many seconds.
+/// Writes a program that creates the file `begun`, takes this many seconds, and creates the file `ended`.
 fn slow_command(home: &Home, seconds: u32) -> String {
-    let text = format!("#!/bin/sh\ntouch begun\nexec sleep {seconds}\n");
+    let text = format!("#!/bin/sh\ntouch begun\nsleep {seconds}\ntouch ended\n");
     let path = home.write("notify", &text);
     std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     path.display().to_string()
@@ -221,15 +258,14 @@ fn slow_command(home: &Home, seconds: u32) -> String {
 async fn ctrl_c_works_while_a_notification_is_sent() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     let home = Home::new();
-    let command = slow_command(&home, 20);
+    let command = slow_command(&home, 60);
     let args = ["watch", "j1", "--notify-command", command.as_str()];
     let mut child = start_aitk(&home, &fake, &args, Stdio::null()).await;
     wait_while_running(&mut child, || home.path().join("begun").exists()).await;
-    let start = std::time::Instant::now();
     interrupt(&child);
     // The job has ended, and its exit code counts.
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+    assert!(!home.path().join("ended").exists(), "it waited for the notification");
 }
 
 /// Before, the job counted as one that had not ended in time.
@@ -241,6 +277,10 @@ async fn the_time_limit_of_wait_is_not_for_the_notification() {
     let args = ["wait", "j1", "--timeout", "1s", "--notify-command", command.as_str()];
     let output = run_aitk_in(&home, &fake, &args, &[]).await;
     assert_eq!(code(&output), 0, "{}", err(&output));
+    assert!(
+        home.path().join("ended").exists(),
+        "it did not wait for the notification"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,15 +1,15 @@
-//! Hostile and random files: any input gives a job or an error, in bounded time.
+//! Hostile and random files: any input gives a job or an error, in bounded time: a test that does not end has found one that does not.
 
 use super::tests::{MINIMAL, load_yaml};
 use super::*;
 use proptest::prelude::*;
-use std::time::{Duration, Instant};
 
-fn timed(what: &str, text: &str, format: Format) {
-    let start = Instant::now();
-    let _ = parse(text, format, None, &LoadOptions::default());
-    let took = start.elapsed();
-    assert!(took < Duration::from_secs(20), "{what} took {took:?}");
+/// A large text that is no job.
+fn refused(what: &str, text: &str) {
+    assert!(
+        parse(text, Format::Yaml, None, &LoadOptions::default()).is_err(),
+        "{what}"
+    );
 }
 
 #[test]
@@ -34,18 +34,11 @@ fn alias_bombs_deep_nesting_and_large_files_are_refused_quickly() {
     }
     let error = load_yaml(&"a".repeat(11 << 20)).unwrap_err();
     assert!(error.to_string().contains("larger than 10 MiB"), "{error}");
-    timed(
-        "many keys",
-        &(0..20_000).map(|i| format!("key{i}: {i}\n")).collect::<String>(),
-        Format::Yaml,
-    );
-    timed("one long line", &"a ".repeat(1 << 18), Format::Yaml);
-    timed("quotes", &"'".repeat(1 << 16), Format::Yaml);
-    timed(
-        "anchors",
-        &(0..5_000).map(|i| format!("- &a{i} x\n")).collect::<String>(),
-        Format::Yaml,
-    );
+    let many = |line: fn(usize) -> String, count| (0..count).map(line).collect::<String>();
+    refused("many keys", &many(|i| format!("key{i}: {i}\n"), 20_000));
+    refused("one long line", &"a ".repeat(1 << 18));
+    refused("quotes", &"'".repeat(1 << 16));
+    refused("anchors", &many(|i| format!("- &a{i} x\n"), 5_000));
 }
 
 proptest! {
