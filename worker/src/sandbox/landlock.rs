@@ -1,6 +1,7 @@
 //! Restricts files, TCP, abstract sockets and signals with Landlock.
 
 use super::{SandboxRules, paths};
+use aitk_common::capability::DeviceKind;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, PathBeneath, PathFd, Ruleset,
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags,
@@ -40,6 +41,10 @@ pub(super) fn restrict(rules: &SandboxRules) -> Result<String, String> {
     // The process resets its memory peak by writing there.
     let proc_self_access = reads | AccessFs::WriteFile | AccessFs::Truncate;
     ruleset = allow(ruleset, Path::new("/proc/self"), proc_self_access)?;
+    let is_root = nix::unistd::geteuid().is_root();
+    if let Some(access) = proc_access_of_programs(rules.device, !rules.execute.is_empty(), is_root) {
+        ruleset = allow(ruleset, Path::new("/proc"), access)?;
+    }
     keep_proc_self_open();
     let status = ruleset.restrict_self().map_err(|error| format!("Landlock: {error}"))?;
     match (status.ruleset, status.landlock) {
@@ -71,6 +76,16 @@ fn allow(
         .map_err(|error| format!("Landlock: {}: {error}", path.display()))
 }
 
+/// What a program that the attempt starts may do below `/proc`, which has a folder for it only later. CUDA's driver (570 and later) names its threads
+/// in `/proc/PID/task/TID/comm`, and fails with error 304 (`cudaErrorOperatingSystem`) if it may not: NVIDIA/OpenShell issue 1486, nolabs-ai/nono
+/// issue 924. Listing processes stays refused, and so do files that need the right to trace a process (its memory, environment, open files): Landlock
+/// does not give that over processes outside. What can be written for other processes of the user is their `oom_score_adj` and the like. Nothing for
+/// root, which could change the kernel's settings there.
+fn proc_access_of_programs(device: DeviceKind, starts_programs: bool, is_root: bool) -> Option<BitFlags<AccessFs>> {
+    let is_granted = device == DeviceKind::Cuda && starts_programs && !is_root;
+    is_granted.then(|| make_bitflags!(AccessFs::{ReadFile | WriteFile}))
+}
+
 /// Where the system's programs and libraries are, for an attempt that may start programs.
 fn system_programs(rules: &SandboxRules) -> Vec<PathBuf> {
     match rules.execute.is_empty() {
@@ -99,5 +114,23 @@ fn device_access() -> BitFlags<AccessFs> {
 fn keep_proc_self_open() {
     if let Ok(proc_self_access) = File::open("/proc/self") {
         std::mem::forget(proc_self_access);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_programs_on_a_cuda_device_write_below_proc() {
+        let granted = proc_access_of_programs(DeviceKind::Cuda, true, false).unwrap();
+        assert!(granted.contains(AccessFs::WriteFile) && !granted.contains(AccessFs::ReadDir));
+        for (device, starts_programs, is_root) in [
+            (DeviceKind::Cuda, false, false),
+            (DeviceKind::Cpu, true, false),
+            (DeviceKind::Cuda, true, true),
+        ] {
+            assert_eq!(proc_access_of_programs(device, starts_programs, is_root), None);
+        }
     }
 }

@@ -2,6 +2,22 @@
 //!
 //! A list of denied calls, not of allowed ones: the libraries of NVIDIA's driver are closed source and differ from
 //! version to version. Denied calls fail with "operation not permitted"; no process is killed.
+//!
+//! What the driver does with calls of the list, as far as public traces show it (NVIDIA/OpenShell issues 1486 and 1696, snapd's profile for
+//! `opengl`, sandboxes that run libcuda with the same calls denied):
+//!
+//! | call | who makes it | when it is denied |
+//! |---|---|---|
+//! | `socket`, `bind`, `listen` with `AF_UNIX`, `SOCK_SEQPACKET` | `cuInit`: the socket `cuda-uvmfd-…` | `cuInit` fails: allowed |
+//! | `memfd_create`, writing `/proc/self/task/TID/comm` | `cuInit` | `cuInit` fails (304): allowed |
+//! | `connect` | the multi-process service; `nscd` in glibc | without the service it is not called; glibc reads files instead |
+//! | other sockets | nothing in `cuInit`; NCCL | NCCL between processes does not work |
+//! | `fork`, `clone` without `CLONE_THREAD`, `execve` | starts `nvidia-modprobe` where a device file is missing | the driver goes on with the device files that exist |
+//! | `clone3` | glibc's `pthread_create` | fails with ENOSYS, and glibc uses `clone` |
+//! | `mbind`, `set_mempolicy`, `sched_setaffinity`, `mlock`, `eventfd2`, `ioctl` | pinned memory, threads | allowed |
+//! | `shmget`, `semget` and others of System V | nothing: CUDA uses `/dev/shm` for IPC and the multi-process service alone | neither works |
+//! | `ptrace`, `process_vm_readv`, `kcmp`, `perf_event_open` | debuggers and profilers (CUPTI counters) | they do not work |
+//! | `io_uring_setup`, `userfaultfd`, `personality`, `inotify_add_watch` | nothing | |
 
 use aitk_common::capability::DeviceKind;
 use nix::libc;

@@ -88,6 +88,47 @@ fn start_process() -> io::Result<()> {
     }
 }
 
+/// The socket that libcuda binds, to pass memory between CUDA's processes: `cuInit` fails if it cannot.
+#[expect(unsafe_code, reason = "the standard library does not have sockets of this kind")]
+fn bind_cuda_socket() -> io::Result<()> {
+    let check = |result: libc::c_int| match result {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(result),
+    };
+    // SAFETY: the call has no pointers.
+    let socket = check(unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) })?;
+    // SAFETY: all bytes zero is a value of this type.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::sa_family_t::try_from(libc::AF_UNIX).unwrap();
+    // A name that begins with a zero is in no folder.
+    let name = format!("aitk-test-cuda-uvmfd-{}", std::process::id());
+    for (to, from) in address.sun_path[1..].iter_mut().zip(name.bytes()) {
+        *to = from as libc::c_char;
+    }
+    let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + 1 + name.len();
+    let length = libc::socklen_t::try_from(length).unwrap();
+    // SAFETY: the address lives until the call returns, and the length is within it.
+    check(unsafe { libc::bind(socket, (&raw const address).cast(), length) })?;
+    // SAFETY: the call has no pointers.
+    check(unsafe { libc::listen(socket, 1) }).map(drop)
+}
+
+/// A file in memory, as libcuda makes one.
+#[expect(unsafe_code, reason = "the libraries of this crate do not have this call")]
+fn make_memory_file() -> io::Result<()> {
+    // SAFETY: the name ends with a zero and lives as long as the program.
+    match unsafe { libc::memfd_create(c"aitk-test".as_ptr(), libc::MFD_CLOEXEC) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// Names a thread as libcuda does.
+fn name_thread() -> io::Result<()> {
+    let named = std::thread::spawn(|| fs::write(format!("/proc/self/task/{}/comm", nix::unistd::gettid()), "cuda"));
+    named.join().unwrap()
+}
+
 /// Makes a folder with inputs, the attempt's own folders, and files of others.
 fn make_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -230,6 +271,14 @@ fn confined_process() {
     let pair = UnixDatagram::pair();
     let sent = pair.and_then(|(socket, _)| socket.send_to(b"x", at("others/datagrams")));
     print_result("send a datagram to a local socket", sent);
+
+    // What CUDA's driver does when it starts. It fails if one of these is refused.
+    if device == DeviceKind::Cuda {
+        print_result("own: name a thread", name_thread());
+        print_result("own: bind CUDA's socket", bind_cuda_socket());
+        print_result("own: make a file in memory", make_memory_file());
+        print_result("own: read which devices there are", fs::read("/proc/devices"));
+    }
 
     // Other processes, and the system.
     let daemon = Pid::from_raw(i32::try_from(parent).unwrap());
