@@ -106,6 +106,8 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
     for (what, text) in [("job", &title.kind)]
         .into_iter()
         .chain(cluster.after.0.iter().map(|one| ("cluster.after", one)))
+        .chain(cluster.after_any.0.iter().map(|one| ("cluster.after_any", one)))
+        .chain(cluster.after_failed.0.iter().map(|one| ("cluster.after_failed", one)))
     {
         check_length(what, text)?;
     }
@@ -339,6 +341,12 @@ mod tests {
                 .unwrap_err()
                 .contains("cluster.after")
         );
+        for key in ["after", "after_any", "after_failed"] {
+            let long = format!(r#""{key}":["{}"]"#, "j".repeat(TEXT_LIMIT + 1));
+            let long = job("generate", &images(r#"["a"]"#), &long);
+            let error = super::parse_submission(&submission(&long), 3).unwrap_err();
+            assert_eq!(error, format!("job_json: cluster.{key}: a text of 257 bytes; at most 256"));
+        }
     }
 
     #[test]
