@@ -345,7 +345,10 @@ mod tests {
             let long = format!(r#""{key}":["{}"]"#, "j".repeat(TEXT_LIMIT + 1));
             let long = job("generate", &images(r#"["a"]"#), &long);
             let error = super::parse_submission(&submission(&long), 3).unwrap_err();
-            assert_eq!(error, format!("job_json: cluster.{key}: a text of 257 bytes; at most 256"));
+            assert_eq!(
+                error,
+                format!("job_json: cluster.{key}: a text of 257 bytes; at most 256")
+            );
         }
     }
 

@@ -14,6 +14,8 @@ struct Site {
     requests: Vec<String>,
     /// Whether files can only be listed.
     is_gated: bool,
+    /// How many requests are answered with status 429, and after how many seconds such a request may be repeated.
+    busy: (u32, u64),
 }
 
 type Shared = Arc<Mutex<Site>>;
@@ -51,7 +53,10 @@ async fn serve(mut stream: TcpStream, site: Shared) {
         let mut site = site.lock().unwrap();
         site.requests.push(path.clone());
         let is_closed = site.is_gated && !path.starts_with("/api/");
+        let is_busy = site.busy.0 > 0;
+        site.busy.0 = site.busy.0.saturating_sub(1);
         match (site.files.get(&path), range) {
+            _ if is_busy => (429, Vec::new()),
             _ if is_closed => (401, Vec::new()),
             (None, _) => (404, Vec::new()),
             (Some(content), None) => (200, content.clone()),
@@ -59,8 +64,9 @@ async fn serve(mut stream: TcpStream, site: Shared) {
             (Some(content), Some((from, to))) => (206, content[from..content.len().min(to + 1)].to_vec()),
         }
     };
+    let wait = site.lock().unwrap().busy.1;
     let head = format!(
-        "HTTP/1.1 {status} x\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 {status} x\r\nContent-Length: {}\r\nRetry-After: {wait}\r\nConnection: close\r\n\r\n",
         body.len()
     );
     let _ = stream.write_all(head.as_bytes()).await;
@@ -92,6 +98,25 @@ fn weights(name: &str, shape: &[u64]) -> Vec<u8> {
     bytes.extend_from_slice(header.as_bytes());
     bytes.resize(3 << 20, 0);
     bytes
+}
+
+/// A command waits for the hub, but not for long.
+#[tokio::test]
+async fn a_busy_hub_is_asked_again_when_it_says_so_unless_that_is_too_late() {
+    let (site, hub) = start().await;
+    publish(&site, &[("config.json", b"{}")]);
+    site.lock().unwrap().busy = (MAX_BUSY_TRIES - 1, 0);
+    hub.inventory("org/tiny").await.unwrap();
+    for (tries, wait, requests) in [(MAX_BUSY_TRIES, 0, MAX_BUSY_TRIES), (1, MAX_BUSY_WAIT.as_secs() + 1, 1)] {
+        site.lock().unwrap().requests.clear();
+        site.lock().unwrap().busy = (tries, wait);
+        let error = hub.inventory("org/tiny").await.unwrap_err();
+        assert!(
+            matches!(&error, HubError::Unavailable(text) if text.contains("429")),
+            "{error}"
+        );
+        assert_eq!(site.lock().unwrap().requests.len(), requests as usize);
+    }
 }
 
 #[tokio::test]
