@@ -214,12 +214,18 @@ impl BlobsApi {
         self.receive_data(who, header.bytes, &mut parts, &mut upload).await?;
         // The attempt may have ended during the upload.
         if let Err(refused) = self.check_upload(who, hash).await {
-            upload.discard();
+            if refused.code() == Code::PermissionDenied {
+                upload.discard();
+            }
             return Err(refused);
         }
         let _pin_guard = self.0.pins.pin(vec![hash]).await;
         // The storage verifies the hash.
-        if let Err(error) = self.0.blobs.put_file(hash, upload.path()).await {
+        let stored = tokio::select! {
+            stored = self.0.blobs.put_file(hash, upload.path()) => stored,
+            () = upload.taken_over() => return Err(taken_over_status()),
+        };
+        if let Err(error) = stored {
             // While the storage does not answer, the bytes are kept for the next try.
             if !error.is_transient() {
                 upload.discard();
@@ -257,7 +263,7 @@ impl BlobsApi {
         loop {
             let part = tokio::select! {
                 part = next(parts) => part,
-                () = upload.taken_over() => return Err(Status::aborted("another call continues this upload")),
+                () = upload.taken_over() => return Err(taken_over_status()),
             };
             let data = match part {
                 Ok(Some(Part::Data(data))) => data,
@@ -282,8 +288,10 @@ impl BlobsApi {
             }
             if is_limited {
                 let wait = self.0.upload_rate.delay_after(&who.name, length, Instant::now());
-                tokio::time::sleep(wait).await;
-                held_back += wait;
+                tokio::select! {
+                    () = tokio::time::sleep(wait) => held_back += wait,
+                    () = upload.taken_over() => return Err(taken_over_status()),
+                }
             }
             if let Err(error) = file.write_all(&data).await {
                 upload.discard();
@@ -310,6 +318,11 @@ impl BlobsApi {
         }
         Ok(())
     }
+}
+
+/// Ends a call whose sender continues the upload in another one, because its connection broke.
+fn taken_over_status() -> Status {
+    Status::aborted("another call continues this upload")
 }
 
 /// Opens the file of an upload, to write from this position; at its beginning, creates it.
