@@ -59,7 +59,7 @@ fn train(model: &ChromaModel, params: Vec<Param>, name: &str) {
         let forward = || -> Result<Tensor> {
             let batch = MicroBatch {
                 latents: vec![numbers(&format!("latents.{step}"), &SHAPE, 1.7)],
-                drawn: NoiseDraw {
+                noise_draw: NoiseDraw {
                     timesteps: timesteps.clone(),
                     noise: vec![numbers(&format!("noise.{step}"), &SHAPE, 1.7)],
                     input_noise: Vec::new(),
