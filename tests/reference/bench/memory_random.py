@@ -545,7 +545,7 @@ def draw_wide(r, process, images):
     elif kept < 0.32 and not is_trained_text:
         train["do_guidance_loss"] = True
     if r.random() < 0.15:
-        train["loss_type"] = r.choice(["mae", "pseudo_huber", "wavelet"])
+        train["loss_type"] = r.choice(["mae", "pseudo_huber"] + (["wavelet"] if has_transformer else []))
     if r.random() < 0.08:
         train["single_item_batching"] = True
     if train["optimizer"] in ("adafactor", "automagic") and r.random() < 0.3:
