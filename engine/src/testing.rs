@@ -272,6 +272,16 @@ pub(crate) fn in_own_folder(mut attempt: AttemptSpec, root: &Path) -> AttemptSpe
     attempt
 }
 
+/// A model folder that has only these files and folders of another one, as links.
+pub(crate) fn parts_of(model: &Path, names: &[&str]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in names {
+        let source = model.join(name).canonicalize().unwrap();
+        std::os::unix::fs::symlink(source, folder.path().join(name)).unwrap();
+    }
+    folder
+}
+
 /// A change of a weight by its name and its number among the weights of its folder.
 pub(crate) type Change = dyn Fn(&str, usize, &Tensor) -> Tensor;
 

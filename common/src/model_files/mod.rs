@@ -21,7 +21,7 @@ pub use family::{Family, ModelFileKind};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, TensorShapes, Unreadable, header_of, small_files};
 pub use json::parse_json;
 pub use keys::is_adapter;
-pub use parts::{ModelPart, ModelParts, PartFiles, PartPaths, missing_parts, model_part, model_parts};
+pub use parts::{ModelPart, ModelParts, PartFiles, PartPaths, PresentParts, model_part, model_parts, present_parts};
 pub use support::{UnsupportedModel, check_supported};
 pub use weights_files::{WeightsError, listed_tensors, weights_files};
 

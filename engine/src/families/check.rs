@@ -2,7 +2,7 @@
 
 use crate::error::{EngineError, Result};
 use aitk_common::job::arch::ArchName;
-use aitk_common::model_files::{self, Inventory};
+use aitk_common::model_files::{self, Inventory, ModelFileKind};
 use std::path::Path;
 
 /// Checks that a path may be a model: a diffusers folder, or a file. Of a family whose parts may come from
@@ -28,6 +28,16 @@ pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
 /// job, but a job may come from another client.
 pub(super) fn check_family(path: &Path, arch: ArchName) -> Result<()> {
     let identity = model_files::identify(&Inventory::open(path));
+    model_files::check_supported(&path.display().to_string(), arch, &identity)
+        .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
+}
+
+/// As [`check_family`], for a model of which some parts are used: it may lack the others.
+pub(super) fn check_family_of_part(path: &Path, arch: ArchName) -> Result<()> {
+    let mut identity = model_files::identify(&Inventory::open(path));
+    if let ModelFileKind::Model { missing, .. } = &mut identity {
+        missing.clear();
+    }
     model_files::check_supported(&path.display().to_string(), arch, &identity)
         .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
 }

@@ -1,6 +1,7 @@
 //! Model families. A family is a folder here and a line in [`FAMILIES`]; pipelines, trainers and processes see a model
 //! only through [`Model`].
 
+mod adapted_parts;
 mod check;
 pub mod chroma;
 mod codec;
@@ -10,6 +11,7 @@ pub mod flux;
 mod metadata_yaml;
 mod model;
 mod options;
+mod part;
 mod part_files;
 mod part_role;
 #[cfg(test)]
@@ -28,13 +30,15 @@ mod text_source;
 mod transformer_folder;
 pub mod zimage;
 
+pub use adapted_parts::{AdaptedParts, SelectedParts};
 pub use chroma::CHROMA;
 pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use embedding_file::{LearnedEmbedding, embedding_names};
 pub use flux::{FLUX, FLUX_KONTEXT};
-pub use model::{AdapterNames, Family, GuidanceKind, Model, ModelWriter, Part, SaveOptions, TextEncoders};
+pub use model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, TextEncoders};
 pub use options::{LoadOptions, LoadedParts, PromptReading, WeightChanges};
+pub use part::{AdapterNames, Part};
 pub use part_role::PartRole;
 pub use saved::{META_FILE, saved_step};
 pub use sd1::SD1;
@@ -48,7 +52,7 @@ pub use zimage::ZIMAGE;
 use crate::error::{EngineError, Result};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
-use check::{check_family, check_path};
+use check::{check_family, check_family_of_part, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
@@ -102,6 +106,22 @@ pub fn load_codec(path: &Path, arch: ArchName, vae_path: Option<&Path>, options:
         model.replace_codec(vae, &options)?;
     }
     Ok(LoadedCodec::new(model, path, vae_path))
+}
+
+/// Loads the selected parts of a model of this family whose layers adapters change. What else the model has, such as a VAE, tokenizers and
+/// other text encoders, is not opened and may be missing.
+///
+/// # Errors
+/// When `path` is a model of another family or none, it lacks the denoiser although that is selected, or tensors do not match the configs.
+pub fn load_adapted(
+    path: &Path,
+    arch: ArchName,
+    selected: SelectedParts,
+    options: &LoadOptions,
+) -> Result<AdaptedParts> {
+    let family = find(arch)?;
+    check_family_of_part(path, arch)?;
+    family.load_adapted(path, selected, options)
 }
 
 /// Checks that a file or folder is a model of this family.

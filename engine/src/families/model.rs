@@ -1,12 +1,13 @@
 //! A family of models, and what pipelines and trainers see of a model.
 
+use super::adapted_parts::{AdaptedParts, SelectedParts};
 use super::conditioning::{Conditioning, ItemSize, Prompt};
 use super::options::LoadOptions;
+use super::part::Part;
 use super::part_role::PartRole;
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
-use crate::nn::VisitLayers;
 use crate::samplers::SamplerParams;
 use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
@@ -33,6 +34,13 @@ pub trait Family: Sync + Debug {
     /// As [`Self::load`].
     fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>>;
 
+    /// Loads the selected parts whose layers adapters change, and nothing else of the model. Text encoders that it does not have are left out
+    /// and named in the result.
+    ///
+    /// # Errors
+    /// When the denoiser is selected and missing, or tensors do not match the configs.
+    fn load_adapted(&self, path: &Path, selected: SelectedParts, options: &LoadOptions) -> Result<AdaptedParts>;
+
     /// The sampler's parameters from `scheduler_config.json`, with the changes that the family's pipeline makes.
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
         params
@@ -47,43 +55,6 @@ pub enum GuidanceKind {
     /// The model was distilled: the scale is one of its inputs, or fixed. Negative prompts need another scale
     /// (`true_cfg_scale`).
     Distilled,
-}
-
-/// The names and the scale of LoRAs in saved files, as ai-toolkit has them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AdapterNames {
-    /// sd-scripts' names, for U-Nets: `lora_unet_down_blocks_0_….lora_down.weight`, with `.alpha`.
-    Kohya,
-    /// peft's names, for transformers: `transformer.transformer_blocks.0.….lora_A.weight`. Without alpha, as it is the rank.
-    Peft,
-}
-
-impl AdapterNames {
-    /// The suffixes of the two matrices.
-    #[must_use]
-    pub fn matrices(self) -> [&'static str; 2] {
-        match self {
-            Self::Kohya => ["lora_down.weight", "lora_up.weight"],
-            Self::Peft => ["lora_A.weight", "lora_B.weight"],
-        }
-    }
-}
-
-/// A part whose layers adapters can change.
-pub struct Part<'a> {
-    /// Its name, which is that of its folder in a diffusers model: `unet`, `text_encoder_2`.
-    pub id: &'static str,
-    /// Whether it encodes prompts or predicts.
-    pub role: PartRole,
-    /// The beginning of the names of its layers in saved LoRA files: `lora_unet`, `lora_te2`.
-    pub lora_prefix: &'static str,
-    /// How saved LoRA files name its layers.
-    pub lora_names: AdapterNames,
-    /// The lists of repeated blocks (`transformer_blocks`) outside of which a layer gets no LoRA, unless
-    /// `network.transformer_only` is off. Empty: all layers get one.
-    pub block_lists: &'static [&'static str],
-    /// Its layers.
-    pub layers: &'a mut dyn VisitLayers,
 }
 
 /// The text encoders of a model. A training that encodes every prompt before it starts loads them without the denoiser, and

@@ -1,7 +1,8 @@
 //! What gives a model its encoded prompts.
 
 use super::conditioning::{Conditioning, Prompt};
-use super::model::{Part, TextEncoders};
+use super::model::TextEncoders;
+use super::part::Part;
 use super::text_embeddings::{TextEmbeddings, look_up};
 use crate::error::Result;
 use candle_core::Device;

@@ -9,7 +9,7 @@ mod search;
 mod tests;
 
 pub use kind::ModelPart;
-pub use search::{missing_parts, model_part, model_parts};
+pub use search::{model_part, model_parts, present_parts};
 
 use std::path::{Path, PathBuf};
 
@@ -48,6 +48,15 @@ pub struct ModelParts {
     pub scheduler: Option<PathBuf>,
     /// The config of another transformer that the scheduler belongs to.
     pub scheduler_transformer: Option<PathBuf>,
+}
+
+/// The parts of a model that are there, of those that are wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PresentParts {
+    /// The transformer and the wanted parts that were found.
+    pub parts: ModelParts,
+    /// What the other wanted parts are, for messages.
+    pub missing: Vec<String>,
 }
 
 impl ModelParts {

@@ -2,7 +2,7 @@
 
 use super::family::{self, FamilyPart, FamilyParts};
 use super::kind::{ModelPart, has};
-use super::{ModelParts, PartFiles, PartPaths};
+use super::{ModelParts, PartFiles, PartPaths, PresentParts};
 use crate::job::arch::ArchName;
 use crate::model_files::inventory::{TensorShapes, Unreadable, header_of, is_weights, read_json_file};
 use serde_json::Value;
@@ -18,49 +18,35 @@ const MAX_FILES: usize = 64;
 /// have no parts from elsewhere.
 pub fn model_parts(arch: ArchName, model: &Path, paths: &PartPaths) -> Result<ModelParts, String> {
     let search = Search::new(arch, model, paths)?;
-    let FoundParts {
-        found,
-        tokenizers,
-        missing,
-    } = search.find()?;
-    if !missing.is_empty() {
-        return Err(format!("{}: {}", search.lack(&missing), search.advice(&missing)));
+    let found = search.find(&|_| true)?;
+    if !found.missing.is_empty() {
+        return Err(format!(
+            "{}: {}",
+            search.lack(&found.missing),
+            search.advice(&found.missing)
+        ));
     }
-    let transformer = model.join("transformer");
-    let transformer = match model.is_dir() {
-        true => PartFiles {
-            config: existing(transformer.join("config.json")),
-            path: transformer,
-            prefix: "",
-        },
-        false => PartFiles {
-            path: model.to_path_buf(),
-            prefix: "",
-            config: None,
-        },
-    };
-    let scheduler = search
-        .folders()
-        .find(|folder| folder.join("scheduler/scheduler_config.json").is_file());
-    Ok(ModelParts {
-        transformer,
-        found,
-        tokenizers,
-        scheduler: scheduler.map(Path::to_path_buf),
-        scheduler_transformer: scheduler
-            .filter(|folder| *folder != model)
-            .and_then(|folder| existing(folder.join("transformer/config.json"))),
-    })
+    Ok(search.assemble(found))
 }
 
-/// What the model of this family at `model` lacks, for commands that take no other paths: a sentence without advice. `None`: it has all
-/// parts, or it is of a family whose models have no parts from elsewhere.
-#[must_use]
-pub fn missing_parts(arch: ArchName, model: &Path) -> Option<String> {
-    let paths = PartPaths::default();
-    let search = Search::new(arch, model, &paths).ok()?;
-    let missing = search.find().ok()?.missing;
-    (!missing.is_empty()).then(|| search.lack(&missing))
+/// Those of the `wanted` parts of the model of this family at `model` that are there, for commands that need no others. Reads names of
+/// files and headers of weights. A tokenizer may be missing.
+///
+/// # Errors
+/// As [`model_parts`], but a part may be missing.
+pub fn present_parts(
+    arch: ArchName,
+    model: &Path,
+    paths: &PartPaths,
+    wanted: &[ModelPart],
+) -> Result<PresentParts, String> {
+    let search = Search::new(arch, model, paths)?;
+    let found = search.find(&|part| wanted.contains(&part))?;
+    let missing = found.missing.iter().filter(|missing| missing.part().is_some());
+    Ok(PresentParts {
+        missing: missing.map(Missing::title).collect(),
+        parts: search.assemble(found),
+    })
 }
 
 /// The weights of one part at this path: a file, the folder of the part, or a model's folder that has one. Its config may come from
@@ -225,10 +211,10 @@ impl<'a> Search<'a> {
         Ok(search)
     }
 
-    /// Searches every part of the family.
-    fn find(&self) -> Result<FoundParts, String> {
+    /// Searches the wanted parts of the family.
+    fn find(&self, is_wanted: &dyn Fn(ModelPart) -> bool) -> Result<FoundParts, String> {
         let mut all = FoundParts::default();
-        for place in self.family.parts {
+        for place in self.family.parts.iter().filter(|place| is_wanted(place.part)) {
             match self.part(place)? {
                 Some(files) => all.found.push((place.part, files)),
                 None if place.is_optional => continue,
@@ -243,6 +229,36 @@ impl<'a> Search<'a> {
         all.missing
             .sort_by_key(|missing| matches!(missing, Missing::Tokenizer(_)));
         Ok(all)
+    }
+
+    /// The model with these parts.
+    fn assemble(&self, found: FoundParts) -> ModelParts {
+        let model = self.model;
+        let transformer = model.join("transformer");
+        let transformer = match model.is_dir() {
+            true => PartFiles {
+                config: existing(transformer.join("config.json")),
+                path: transformer,
+                prefix: "",
+            },
+            false => PartFiles {
+                path: model.to_path_buf(),
+                prefix: "",
+                config: None,
+            },
+        };
+        let scheduler = self
+            .folders()
+            .find(|folder| folder.join("scheduler/scheduler_config.json").is_file());
+        ModelParts {
+            transformer,
+            found: found.found,
+            tokenizers: found.tokenizers,
+            scheduler: scheduler.map(Path::to_path_buf),
+            scheduler_transformer: scheduler
+                .filter(|folder| *folder != model)
+                .and_then(|folder| existing(folder.join("transformer/config.json"))),
+        }
     }
 
     /// What the model lacks.

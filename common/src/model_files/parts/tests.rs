@@ -33,6 +33,29 @@ const PARTS: [ModelPart; 3] = [ModelPart::ClipL, ModelPart::T5, ModelPart::Vae];
 const VAE: &str = "encoder.down.0.block.0.conv1.weight";
 
 #[test]
+fn parts_that_are_not_wanted_may_be_missing() {
+    let root = tempfile::tempdir().unwrap();
+    let model = root.path().join("flux1-dev.safetensors");
+    let clip = format!("text_encoders.clip_l.transformer.{CLIP}");
+    let present =
+        |wanted: &[ModelPart]| super::present_parts(ArchName::Flux, &model, &PartPaths::default(), wanted).unwrap();
+    write(&model, &[TRANSFORMER]);
+    let found = present(&[ModelPart::ClipL]);
+    assert_eq!(found.parts.get(ModelPart::ClipL), None);
+    assert!(
+        matches!(found.missing.as_slice(), [one] if one.contains("CLIP") && one.contains("`text_encoder`")),
+        "{found:?}"
+    );
+    assert_eq!(present(&[]).missing, Vec::<String>::new());
+    write(&model, &[TRANSFORMER, &clip]);
+    let found = present(&[ModelPart::ClipL]);
+    assert!(
+        found.parts.get(ModelPart::ClipL).is_some() && found.missing.is_empty(),
+        "{found:?}"
+    );
+}
+
+#[test]
 fn parts_are_found_by_their_tensors_and_missing_ones_are_named() {
     let root = tempfile::tempdir().unwrap();
     let at = |name: &str| root.path().join(name);
@@ -48,12 +71,6 @@ fn parts_are_found_by_their_tensors_and_missing_ones_are_named() {
     ] {
         assert!(none.contains(part), "{none}");
     }
-    let lack = super::missing_parts(ArchName::Flux, &model).unwrap();
-    assert!(
-        none.starts_with(&format!("{lack}: set `model.extras_name_or_path`")),
-        "{lack}"
-    );
-    assert_eq!(super::missing_parts(ArchName::Sd1, &model), None);
     let mut paths = PartPaths {
         extras: Some(at("extras")),
         ..PartPaths::default()

@@ -16,18 +16,18 @@ use super::adapter_file::{AdapterFile, FileLayers};
 use super::dora;
 use super::file_layer::{FileLayer, Site};
 use super::handle::AdapterHandle;
-use super::load::check_fits;
+use super::load::{check_fits, is_of_text};
 use super::lora::LoraTensors;
 use super::names::{LayerIndex, LayerKey, NamedLayers};
 use super::save::is_finite;
 use super::whole_layer::WHOLE_LAYER;
 use crate::error::{EngineError, Result};
-use crate::families::{self, AdapterNames};
+use crate::families::{self, AdapterNames, LoadOptions, LoadedParts, SelectedParts};
 use crate::svd::Svd;
 use crate::weights::{Index, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::dtype::DType as SaveDType;
-use aitk_common::model_files::{self, Inventory, ModelFileKind, PartPaths};
+use aitk_common::model_files::{self, Inventory, ModelFileKind};
 use candle_core::{DType, Device, Tensor};
 use dialect::{NamedLayer, PartLayers};
 use join::{join, scale};
@@ -72,17 +72,20 @@ pub struct ConvertedAdapter {
 pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result<ConvertedAdapter> {
     let file = AdapterFile::open(path)?;
     let arch = arch_of(model)?;
-    // There is no config whose keys could name them.
-    if let Some(lack) = model_files::missing_parts(arch, model) {
-        return Err(EngineError::bad_input(format!(
-            "{lack}: give a model with all parts, such as the base model, as a diffusers folder or as one file"
-        )));
-    }
-    let mut model = families::load_without_weights(model, arch, &PartPaths::default())?;
+    let selected = SelectedParts {
+        denoiser: true,
+        text_encoders: true,
+    };
+    let options = LoadOptions {
+        loaded: LoadedParts::Nothing,
+        ..LoadOptions::cpu()
+    };
+    let mut adapted = families::load_adapted(model, arch, selected, &options)?;
     let mut parts = Vec::new();
     let mut index = LayerIndex::default();
     let mut weights = BTreeMap::new();
-    let mut parts_of_model = model.parts();
+    let missing = adapted.missing().to_vec();
+    let mut parts_of_model = adapted.parts();
     for part in &mut parts_of_model {
         let (id, mut layers) = (part.id, Vec::new());
         part.layers.visit_layers(&mut |name, layer| {
@@ -96,6 +99,18 @@ pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result
     }
     refuse_norms(&file.path)?;
     let (found, unknown) = file.resolve(&index)?;
+    // A file of another family has such names too: `check_fits` says what it was made for.
+    let may_fit = !found.is_empty() || file.modules.iter().all(|module| is_of_text(&module.stem));
+    let of_text = unknown.iter().find(|name| is_of_text(name));
+    if let (Some(name), true) = (of_text, may_fit && !missing.is_empty()) {
+        return Err(EngineError::bad_input(format!(
+            "{} has layers of text encoders, such as `{name}`, and {} has no {}: give a model with it, such as the base model, as a diffusers \
+             folder or as one file",
+            file.path.display(),
+            model.display(),
+            missing.join(" and no ")
+        )));
+    }
     check_fits(&parts_of_model, &file, &found, &unknown)?;
     let file_error = |reason: String| EngineError::WeightsFile {
         path: file.path.clone(),

@@ -9,7 +9,7 @@ use super::join::join;
 use super::*;
 use crate::families::{LoadOptions, Model, Part};
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, gap, largest, sampled_cases};
+use crate::testing::{fixtures, gap, largest, parts_of, sampled_cases};
 use aitk_common::job::arch::ArchName;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -367,15 +367,48 @@ fn the_metadata_of_sd_scripts_names_no_rank_that_layers_no_longer_have() {
     }
 }
 
+/// A text encoder is needed by a file that has layers of it; VAE, tokenizers, scheduler and T5 never are.
 #[test]
-fn what_a_model_lacks_is_named_without_keys_of_configs() {
+fn only_the_parts_that_a_file_changes_are_needed() {
+    let dir = tempfile::tempdir().unwrap();
     let lora = fixtures().join("lora_flux/ai_toolkit.safetensors");
-    let converted = convert_lora(&lora, &fixtures().join("tiny_zimage"), to(Dialect::ComfyUi));
-    let error = converted.unwrap_err().to_string();
-    assert!(
-        error.contains("Z-Image without VAE") && !error.contains("extras_name_or_path"),
-        "{error}"
+    let convert = |lora: &Path, model: &Path| convert_lora(lora, model, to(Dialect::ComfyUi));
+    let bytes = |converted: ConvertedAdapter| lora_file_bytes(&converted.tensors, converted.metadata).unwrap();
+    let flux = fixtures().join("tiny_flux");
+    let transformer = parts_of(&flux, &["transformer"]);
+    let alone = bytes(convert(&lora, transformer.path()).unwrap());
+    assert_eq!(alone, bytes(convert(&lora, &flux).unwrap()));
+
+    let lora = fixtures().join("lora/ai_toolkit.safetensors");
+    let sd = fixtures().join("tiny_sd");
+    let without_text = parts_of(&sd, &["unet", "model_index.json"]);
+    let error = convert(&lora, without_text.path()).unwrap_err().to_string();
+    for part in ["`lora_te_text_model", "no text encoder (folder `text_encoder`)"] {
+        assert!(error.contains(part), "{error}");
+    }
+    let with_text = parts_of(&sd, &["unet", "text_encoder", "model_index.json"]);
+    assert_eq!(
+        bytes(convert(&lora, with_text.path()).unwrap()),
+        bytes(convert(&lora, &sd).unwrap())
     );
+    let mut tensors: BTreeMap<String, Tensor> = candle_core::safetensors::load(&lora, &Device::Cpu)
+        .unwrap()
+        .into_iter()
+        .collect();
+    tensors.retain(|name, _| !is_of_text(name));
+    let of_unet = dir.path().join("unet.safetensors");
+    std::fs::write(&of_unet, lora_file_bytes(&tensors, BTreeMap::new()).unwrap()).unwrap();
+    assert_eq!(
+        bytes(convert(&of_unet, without_text.path()).unwrap()),
+        bytes(convert(&of_unet, &sd).unwrap())
+    );
+    // A file of another family is not said to lack a text encoder.
+    let error = convert(
+        &fixtures().join("lora_flux/ai_toolkit.safetensors"),
+        without_text.path(),
+    )
+    .unwrap_err();
+    assert!(error.to_string().contains("none of its"), "{error}");
 }
 
 #[test]

@@ -4,8 +4,9 @@ use super::text::{CONTEXT, FluxTextEncoders, LENGTHS, POOLED};
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{AdapterNames, Family, GuidanceKind, Model, ModelWriter, Part, SaveOptions, no_control};
+use crate::families::model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, no_control};
 use crate::families::options::LoadOptions;
+use crate::families::part::{AdapterNames, Part, PartInfo};
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, read_saved};
@@ -21,6 +22,14 @@ use std::sync::Arc;
 
 /// The guidance scale in the conditioning.
 const GUIDANCE: &str = "guidance";
+/// The transformer, to whose layers adapters are added.
+pub(super) const DENOISER: PartInfo = PartInfo {
+    id: "transformer",
+    role: PartRole::Denoiser,
+    lora_prefix: "transformer",
+    lora_names: AdapterNames::Peft,
+    block_lists: &["transformer_blocks", "single_transformer_blocks"],
+};
 /// The latents of the control image in the conditioning.
 const CONTROL: &str = "control";
 /// The guidance scale where none is given: training, as in ai-toolkit.
@@ -81,14 +90,7 @@ impl Model for FluxModel {
 
     fn parts(&mut self) -> Vec<Part<'_>> {
         let mut parts = self.text.parts();
-        parts.push(Part {
-            id: "transformer",
-            role: PartRole::Denoiser,
-            lora_prefix: "transformer",
-            lora_names: AdapterNames::Peft,
-            block_lists: &["transformer_blocks", "single_transformer_blocks"],
-            layers: &mut self.transformer,
-        });
+        parts.push(DENOISER.with(&mut self.transformer));
         parts
     }
 

@@ -33,7 +33,7 @@ pub(super) struct Parts {
 }
 
 /// The transformer.
-const TRANSFORMER: TransformerKind<FluxConfig> = TransformerKind {
+pub(super) const TRANSFORMER: TransformerKind<FluxConfig> = TransformerKind {
     has_original_names: single_file::has_original_names,
     with_diffusers_names: single_file::with_diffusers_names,
     config_of: single_file::config_of,

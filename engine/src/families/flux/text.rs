@@ -2,7 +2,8 @@
 
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{AdapterNames, Part, TextEncoders};
+use crate::families::model::TextEncoders;
+use crate::families::part::{AdapterNames, Part, PartInfo};
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
@@ -12,6 +13,15 @@ use candle_core::{Device, Tensor};
 pub(super) const CONTEXT: &str = "context";
 pub(super) const LENGTHS: &str = "lengths";
 pub(super) const POOLED: &str = "pooled";
+
+/// The text encoder to whose layers adapters are added.
+pub(super) const CLIP: PartInfo = PartInfo {
+    id: "text_encoder",
+    role: PartRole::TextEncoder,
+    lora_prefix: "text_encoder",
+    lora_names: AdapterNames::Peft,
+    block_lists: &[],
+};
 
 /// Both text encoders with their tokenizers.
 #[derive(Clone, Debug)]
@@ -60,13 +70,6 @@ impl TextEncoders for FluxTextEncoders {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        vec![Part {
-            id: "text_encoder",
-            role: PartRole::TextEncoder,
-            lora_prefix: "text_encoder",
-            lora_names: AdapterNames::Peft,
-            block_lists: &[],
-            layers: &mut self.clip,
-        }]
+        vec![CLIP.with(&mut self.clip)]
     }
 }

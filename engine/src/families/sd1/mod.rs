@@ -2,10 +2,12 @@
 
 mod default_configs;
 
+use super::adapted_parts::{AdaptedParts, SelectedParts};
 use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use super::stable_diffusion::{
-    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, load_text_encoders, pipeline_overrides,
+    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, load_adapted, load_text_encoders,
+    pipeline_overrides,
 };
 use crate::error::Result;
 use crate::samplers::SamplerParams;
@@ -49,6 +51,10 @@ impl Family for SD1 {
 
     fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
         load_text_encoders(&VARIANT, path, options)
+    }
+
+    fn load_adapted(&self, path: &Path, selected: SelectedParts, options: &LoadOptions) -> Result<AdaptedParts> {
+        load_adapted(&VARIANT, path, selected, options)
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// The transformer.
-const TRANSFORMER: TransformerKind<Sd3Config> = TransformerKind {
+pub(super) const TRANSFORMER: TransformerKind<Sd3Config> = TransformerKind {
     has_original_names: single_file::has_original_names,
     with_diffusers_names: single_file::with_diffusers_names,
     config_of: single_file::config_of,
@@ -129,7 +129,7 @@ impl Parts {
 }
 
 /// `text_encoder/config.json` of Stable Diffusion 3.5: CLIP-L.
-fn published_clip_l() -> ClipTextConfig {
+pub(super) fn published_clip_l() -> ClipTextConfig {
     ClipTextConfig {
         projection_dim: 768,
         ..ClipTextConfig::default()
@@ -137,7 +137,7 @@ fn published_clip_l() -> ClipTextConfig {
 }
 
 /// `text_encoder_2/config.json` of Stable Diffusion 3.5: CLIP-G.
-fn published_clip_g() -> ClipTextConfig {
+pub(super) fn published_clip_g() -> ClipTextConfig {
     ClipTextConfig {
         hidden_size: 1280,
         intermediate_size: 5120,

@@ -3,7 +3,8 @@
 use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{AdapterNames, Part, TextEncoders};
+use crate::families::model::TextEncoders;
+use crate::families::part::{AdapterNames, Part, PartInfo};
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
@@ -13,6 +14,19 @@ use candle_core::{D, DType, Device, Tensor};
 /// The names in the conditioning: the encoded text, and the pooled text.
 pub(super) const CONTEXT: &str = "context";
 pub(super) const POOLED: &str = "pooled";
+
+/// CLIP-L and CLIP-G, to whose layers adapters are added.
+pub(super) const CLIP: [PartInfo; 2] = [clip_info("text_encoder"), clip_info("text_encoder_2")];
+
+const fn clip_info(id: &'static str) -> PartInfo {
+    PartInfo {
+        id,
+        role: PartRole::TextEncoder,
+        lora_prefix: id,
+        lora_names: AdapterNames::Peft,
+        block_lists: &[],
+    }
+}
 
 /// CLIP with its tokenizer.
 #[derive(Clone, Debug)]
@@ -89,18 +103,8 @@ impl TextEncoders for Sd3TextEncoders {
 
     fn parts(&mut self) -> Vec<Part<'_>> {
         let [first, second] = &mut self.clip;
-        let part = |id, layers| Part {
-            id,
-            role: PartRole::TextEncoder,
-            lora_prefix: id,
-            lora_names: AdapterNames::Peft,
-            block_lists: &[],
-            layers,
-        };
-        vec![
-            part("text_encoder", &mut first.model),
-            part("text_encoder_2", &mut second.model),
-        ]
+        let [clip_l, clip_g] = CLIP;
+        vec![clip_l.with(&mut first.model), clip_g.with(&mut second.model)]
     }
 }
 

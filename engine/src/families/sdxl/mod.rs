@@ -2,10 +2,11 @@
 
 mod default_configs;
 
+use super::adapted_parts::{AdaptedParts, SelectedParts};
 use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use super::stable_diffusion::{
-    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, load_text_encoders,
+    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, load_adapted, load_text_encoders,
 };
 use crate::error::Result;
 use aitk_common::job::arch::ArchName;
@@ -57,5 +58,9 @@ impl Family for SDXL {
 
     fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
         load_text_encoders(&VARIANT, path, options)
+    }
+
+    fn load_adapted(&self, path: &Path, selected: SelectedParts, options: &LoadOptions) -> Result<AdaptedParts> {
+        load_adapted(&VARIANT, path, selected, options)
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{EngineError, Result};
 use crate::families::options::LoadOptions;
 use crate::families::part_files::needed_tensors;
 use crate::families::part_role::PartRole;
-use crate::models::clip::{ClipTextModel, ClipTokenizer};
+use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::stored_types::check_types_of_built;
 use crate::models::unet::UNet2DConditionModel;
@@ -253,10 +253,7 @@ fn build_text(
     let is_trained = options.text_encoder_trained != TrainableFilter::Nothing;
     let parts = variant.text_encoders.iter().zip(&configs.text_encoders).zip(tokenizers);
     let encoders = parts.zip(weights).map(|(((spec, config), tokenizer), weights)| {
-        let model = |weights: &Weights| match spec.class {
-            "CLIPTextModelWithProjection" => ClipTextModel::with_projection(weights, config),
-            _ => ClipTextModel::new(weights, config),
-        };
+        let model = |weights: &Weights| build_text_model(spec, weights, config);
         Ok(TextEncoder {
             spec,
             tokenizer: tokenizer.limited_to(config.max_position_embeddings),
@@ -266,6 +263,18 @@ fn build_text(
         })
     });
     encoders.collect()
+}
+
+/// Builds a text encoder without its tokenizer.
+pub(super) fn build_text_model(
+    spec: &TextEncoderSpec,
+    weights: &Weights,
+    config: &ClipTextConfig,
+) -> Result<ClipTextModel> {
+    match spec.class {
+        "CLIPTextModelWithProjection" => ClipTextModel::with_projection(weights, config),
+        _ => ClipTextModel::new(weights, config),
+    }
 }
 
 /// The dtype of the VAE. SDXL's gives NaN in float16 (diffusers' `force_upcast`).

@@ -3,6 +3,7 @@
 //!
 //! Weights that are quantised in their files stay quantised.
 
+mod layers;
 mod ldm;
 mod load;
 mod model;
@@ -22,6 +23,7 @@ mod source;
 mod text;
 mod variant;
 
+pub use layers::load_adapted;
 #[cfg(test)]
 pub(crate) use ldm::split as split_checkpoint;
 pub use save::FullModel;

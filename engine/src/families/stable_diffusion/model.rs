@@ -8,8 +8,9 @@ use super::{SdModel, TextEncoder};
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, ItemSize, Prompt};
-use crate::families::model::{AdapterNames, Family, Model, ModelWriter, Part, SaveOptions};
+use crate::families::model::{Family, Model, ModelWriter, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::part::{AdapterNames, Part, PartInfo};
 use crate::families::part_role::PartRole;
 use crate::families::text_embeddings::look_up;
 use crate::models::codec::Codec;
@@ -19,6 +20,14 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// The U-Net, to whose layers adapters are added.
+pub(super) const UNET: PartInfo = PartInfo {
+    id: "unet",
+    role: PartRole::Denoiser,
+    lora_prefix: "lora_unet",
+    lora_names: AdapterNames::Kohya,
+    block_lists: &[],
+};
 /// The sizes in the conditioning.
 const TIME_IDS: &str = "time_ids";
 
@@ -60,14 +69,7 @@ impl Model for SdModel {
 
     fn parts(&mut self) -> Vec<Part<'_>> {
         let mut parts = parts(&mut self.text_encoders);
-        parts.push(Part {
-            id: "unet",
-            role: PartRole::Denoiser,
-            lora_prefix: "lora_unet",
-            lora_names: AdapterNames::Kohya,
-            block_lists: &[],
-            layers: &mut self.unet,
-        });
+        parts.push(UNET.with(&mut self.unet));
         parts
     }
 

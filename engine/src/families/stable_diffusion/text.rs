@@ -5,9 +5,9 @@ use super::load::open_text;
 use super::variant::{TextOutput, Variant};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{AdapterNames, Part, TextEncoders};
+use crate::families::model::TextEncoders;
 use crate::families::options::{LoadOptions, PromptReading};
-use crate::families::part_role::PartRole;
+use crate::families::part::Part;
 use candle_core::{D, Device, Tensor};
 use std::path::Path;
 
@@ -124,14 +124,7 @@ pub(super) fn add_embedding(encoders: &mut [TextEncoder], trigger: &str, vectors
 pub(super) fn parts(encoders: &mut [TextEncoder]) -> Vec<Part<'_>> {
     encoders
         .iter_mut()
-        .map(|encoder| Part {
-            id: encoder.spec.folder,
-            role: PartRole::TextEncoder,
-            lora_prefix: encoder.spec.lora_prefix,
-            lora_names: AdapterNames::Kohya,
-            block_lists: &[],
-            layers: &mut encoder.model,
-        })
+        .map(|encoder| encoder.spec.part_info().with(&mut encoder.model))
         .collect()
 }
 

@@ -1,6 +1,8 @@
 //! What sets one Stable Diffusion family apart from another.
 
 use crate::families::model::Family;
+use crate::families::part::{AdapterNames, PartInfo};
+use crate::families::part_role::PartRole;
 use crate::samplers::SamplerParams;
 
 /// What sets a family apart: names, layouts, default configs.
@@ -35,6 +37,19 @@ pub struct TextEncoderSpec {
     pub lora_prefix: &'static str,
     /// Its names in a single file.
     pub layout: TextLayout,
+}
+
+impl TextEncoderSpec {
+    /// The part to whose layers adapters are added.
+    pub(super) fn part_info(&self) -> PartInfo {
+        PartInfo {
+            id: self.folder,
+            role: PartRole::TextEncoder,
+            lora_prefix: self.lora_prefix,
+            lora_names: AdapterNames::Kohya,
+            block_lists: &[],
+        }
+    }
 }
 
 /// The names of a text encoder's tensors in a single file, after this prefix.

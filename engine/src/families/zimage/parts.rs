@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// The transformer.
-const TRANSFORMER: TransformerKind<ZImageConfig> = TransformerKind {
+pub(super) const TRANSFORMER: TransformerKind<ZImageConfig> = TransformerKind {
     has_original_names: single_file::has_original_names,
     with_diffusers_names: single_file::with_diffusers_names,
     config_of: single_file::config_of,

@@ -2,7 +2,8 @@
 
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Part, TextEncoders};
+use crate::families::model::TextEncoders;
+use crate::families::part::Part;
 use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
 use candle_core::{Device, Tensor};
 

@@ -17,6 +17,7 @@ use super::result_file::ResultFile;
 use super::save_dtype::save_dtype;
 use crate::adapters::{is_finite, lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};
+use crate::families::SelectedParts;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::ProcessKind;
 use aitk_common::job::arch::ArchName;
@@ -24,7 +25,7 @@ use aitk_common::job::dtype::DType as SaveDType;
 use aitk_common::job::extract::ExtractProcess;
 use candle_core::{DType, Device, Tensor};
 use layer::{Extracted, LayerSettings, difference, extract};
-use models::{LayerPair, ModelPair, SelectedParts};
+use models::{LayerPair, ModelPair};
 use ranks::RankRule;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -50,7 +51,17 @@ pub(super) fn run(process: &ExtractProcess, cx: &mut Context<'_>) -> Result<Outc
     };
     let base = model("base_model", cx.job.config.base_model.as_ref())?;
     let tuned = model("extract_model", cx.job.config.extract_model.as_ref())?;
-    let ModelPair { arch, layers } = models::open(&base, &tuned, selected)?;
+    let ModelPair { arch, layers, left_out } = models::open(&base, &tuned, selected)?;
+    if !left_out.is_empty() {
+        cx.log(
+            "info",
+            format!(
+                "{} has no {}: it counts as unchanged",
+                tuned.display(),
+                left_out.join(" and no ")
+            ),
+        );
+    }
     let total = layers.len() as u64;
     let mut lora = ExtractedLora::new(dtype);
     let mut progress = Progress::new();

@@ -2,11 +2,11 @@
 
 use crate::adapters::{ModelLayer, model_layers};
 use crate::error::{EngineError, Result};
-use crate::families::{self, LoadOptions, PartRole};
+use crate::families::{self, LoadOptions, PartRole, SelectedParts};
 use crate::weights::{Index, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::schema::SupportLevel;
-use aitk_common::model_files::{self, Family, Inventory, ModelFileKind, PartPaths};
+use aitk_common::model_files::{self, Family, Inventory, ModelFileKind};
 use aitk_common::plan::memory_options::MemoryOptions;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -26,23 +26,8 @@ pub(super) struct ModelPair {
     pub(super) arch: ArchName,
     /// The layers that a LoRA can change.
     pub(super) layers: Vec<LayerPair>,
-}
-
-/// Which parts are extracted.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct SelectedParts {
-    pub(super) denoiser: bool,
-    pub(super) text_encoders: bool,
-}
-
-impl SelectedParts {
-    fn contains(self, role: PartRole) -> bool {
-        match role {
-            PartRole::Denoiser => self.denoiser,
-            PartRole::TextEncoder => self.text_encoders,
-            PartRole::Codec | PartRole::LanguageModel => false,
-        }
-    }
+    /// What the selected text encoders are that are not extracted, because the fine-tune does not have them.
+    pub(super) left_out: Vec<String>,
 }
 
 /// Opens a base model and its fine-tune. Their layers' weights stay in their files.
@@ -70,26 +55,30 @@ pub(super) fn open(base: &Path, tuned: &Path, selected: SelectedParts) -> Result
             )));
         }
     };
-    for path in [base, tuned] {
-        check_not_quantised(path, selected)?;
-    }
-    // An extraction has no keys that could name them.
-    if let Some(lack) = model_files::missing_parts(arch, base) {
+    let (mut base_layers, missing) = layers(base, arch, selected)?;
+    let (tuned_layers, missing_in_tuned) = layers(tuned, tuned_family.arch.unwrap_or(arch), selected)?;
+    let has_text = |layers: &[ModelLayer]| layers.iter().any(|layer| layer.role == PartRole::TextEncoder);
+    if !missing.is_empty() && (has_text(&tuned_layers) || !selected.denoiser) {
         return Err(EngineError::bad_input(format!(
-            "{lack}: give a base model with all parts, as a diffusers folder or as one file"
+            "{} has no {}: give a base model with it, or set `extract_text_encoder: false`",
+            base.display(),
+            missing.join(" and no ")
         )));
     }
-    let base_layers = layers(base, arch, &PartPaths::default(), selected)?;
-    // A fine-tune of a transformer may be its folder alone.
-    let parts = PartPaths {
-        extras: (arch.takes_parts() && base.is_dir()).then(|| base.to_path_buf()),
-        ..PartPaths::default()
-    };
-    let tuned_arch = tuned_family.arch.unwrap_or(arch);
-    let tuned_layers = layers(tuned, tuned_arch, &parts, selected)?;
+    if !selected.denoiser && !missing_in_tuned.is_empty() && !has_text(&tuned_layers) {
+        return Err(EngineError::bad_input(format!(
+            "{} has no {}, and with `extract_unet: false` nothing else is extracted: give a fine-tune with it",
+            tuned.display(),
+            missing_in_tuned.join(" and no ")
+        )));
+    }
+    // A text encoder that the fine-tune does not have is that of the base model.
+    let in_tuned: BTreeSet<&str> = tuned_layers.iter().map(|layer| layer.part).collect();
+    base_layers.retain(|layer| layer.role != PartRole::TextEncoder || in_tuned.contains(layer.part));
     Ok(ModelPair {
         arch,
         layers: pairs(base_layers, tuned_layers, [base, tuned])?,
+        left_out: missing_in_tuned,
     })
 }
 
@@ -120,55 +109,40 @@ fn family_of(path: &Path) -> Result<(Family, String)> {
     }
 }
 
-/// Refuses quantised weights: their difference to other weights is mostly what the quantisation rounded.
-fn check_not_quantised(path: &Path, selected: SelectedParts) -> Result<()> {
-    let denoisers = ["unet", "transformer"].iter().filter(|_| selected.denoiser);
-    let text = ["text_encoder", "text_encoder_2"]
-        .iter()
-        .filter(|_| selected.text_encoders);
-    let files: Vec<_> = match path.is_dir() {
-        true => denoisers
-            .chain(text)
-            .map(|folder| path.join(folder))
-            .filter(|folder| folder.is_dir())
-            .collect(),
-        false => vec![path.to_path_buf()],
-    };
-    for file in files {
-        let kinds: BTreeSet<&str> = Index::open(&file)?.quantization_kinds();
-        if !kinds.is_empty() {
-            let kinds: Vec<&str> = kinds.into_iter().collect();
-            return Err(EngineError::WeightsFile {
-                path: file,
-                reason: format!(
-                    "it has {} weights, and the difference of quantised weights is mostly their rounding error: give the model with weights \
-                     of 16 or 32 bits",
-                    kinds.join(", ")
-                ),
-            });
-        }
-    }
-    Ok(())
-}
-
-/// The layers of a model that are extracted.
-fn layers(path: &Path, arch: ArchName, parts: &PartPaths, selected: SelectedParts) -> Result<Vec<ModelLayer>> {
+/// The layers of a model that are extracted, and what the selected text encoders are that it does not have.
+fn layers(path: &Path, arch: ArchName, selected: SelectedParts) -> Result<(Vec<ModelLayer>, Vec<String>)> {
     let options = LoadOptions {
-        parts: parts.clone(),
         memory_options: MemoryOptions {
             denoiser_streamed: 1.0,
             text_streamed: 1.0,
-            vae_streamed: 1.0,
             ..MemoryOptions::default()
         },
         ..LoadOptions::cpu()
     };
-    let mut model = families::load(path, arch, &options)?;
-    let mut parts = model.parts();
-    parts.retain(|part| selected.contains(part.role));
-    let mut layers = model_layers(&mut parts)?;
+    let mut parts = families::load_adapted(path, arch, selected, &options)?;
+    // The denoiser, which is last, first: its message is the one that helps.
+    for index in parts.indexes().rev() {
+        check_not_quantised(index)?;
+    }
+    let mut layers = model_layers(&mut parts.parts())?;
     layers.retain(ModelLayer::is_usual_target);
-    Ok(layers)
+    Ok((layers, parts.missing().to_vec()))
+}
+
+/// Refuses quantised weights: their difference to other weights is mostly what the quantisation rounded.
+fn check_not_quantised(index: &Index) -> Result<()> {
+    let kinds: Vec<&str> = index.quantization_kinds().into_iter().collect();
+    if kinds.is_empty() {
+        return Ok(());
+    }
+    Err(EngineError::WeightsFile {
+        path: index.path().to_path_buf(),
+        reason: format!(
+            "it has {} weights, and the difference of quantised weights is mostly their rounding error: give the model with weights of 16 or \
+             32 bits",
+            kinds.join(", ")
+        ),
+    })
 }
 
 /// The layers of two models side by side.

@@ -4,7 +4,7 @@ use crate::adapters::AdapterFile;
 use crate::image_io;
 use crate::processes::tests::{images, run_spec, spec};
 use crate::processes::{EventSink, StopSignal, run};
-use crate::testing::{fixtures, in_own_folder, quantised_folder, sd35_large_folder, tuned, zimage_folder};
+use crate::testing::{fixtures, in_own_folder, parts_of, quantised_folder, sd35_large_folder, tuned, zimage_folder};
 use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use candle_core::{DType, Device, Tensor};
@@ -369,6 +369,53 @@ fn a_fine_tuned_transformer_may_be_a_folder_without_the_other_parts() {
     );
     for (name, tensor) in &whole {
         assert_eq!(numbers(tensor), numbers(&part[name]), "{name}");
+    }
+}
+
+/// VAE, tokenizers, scheduler and T5 are never needed; text encoders only where they are extracted.
+#[test]
+fn parts_that_are_not_extracted_may_be_missing() {
+    let out = tempfile::tempdir().unwrap();
+    let process = "type: lora, linear: 2, filename: a.safetensors";
+    let read = |base: &Path, tuned: &Path, keys: &str| {
+        let file = extracted(base, tuned, out.path(), &format!("{process}{keys}"));
+        std::fs::read(file).unwrap()
+    };
+    for (name, denoiser) in [("tiny_flux", "transformer"), ("tiny_sd", "unet")] {
+        let base = fixtures().join(name);
+        let tuned = tuned(&base, &[denoiser, "text_encoder"], &change_of_rank_two);
+        let both = ["model_index.json", denoiser, "text_encoder"];
+        let alone = ["model_index.json", denoiser];
+        let [base_with_text, base_alone] = [&both[..], &alone[..]].map(|parts| parts_of(&base, parts));
+        let [tuned_with_text, tuned_alone] = [&both[..], &alone[..]].map(|parts| parts_of(tuned.path(), parts));
+        let whole = read(&base, tuned.path(), "");
+        assert_eq!(read(base_with_text.path(), tuned_with_text.path(), ""), whole, "{name}");
+        let without_text = read(&base, tuned.path(), ", extract_text_encoder: false");
+        assert_ne!(whole, without_text, "{name}");
+        // A text encoder that the fine-tune does not have is that of the base model.
+        for (base, tuned, keys) in [
+            (&base_alone, &tuned_alone, ", extract_text_encoder: false"),
+            (&base_alone, &tuned_with_text, ", extract_text_encoder: false"),
+            (&base_alone, &tuned_alone, ""),
+            (&base_with_text, &tuned_alone, ""),
+        ] {
+            assert_eq!(read(base.path(), tuned.path(), keys), without_text, "{name}{keys}");
+        }
+        for (base, tuned, keys, part) in [
+            (&base_alone, &tuned_with_text, "", "set `extract_text_encoder: false`"),
+            (
+                &base_with_text,
+                &tuned_alone,
+                ", extract_unet: false",
+                "`extract_unet: false`",
+            ),
+        ] {
+            let message = failure(base.path(), tuned.path(), &format!("{process}{keys}"));
+            assert!(
+                message.contains(part) && message.contains("`text_encoder`"),
+                "{message}"
+            );
+        }
     }
 }
 

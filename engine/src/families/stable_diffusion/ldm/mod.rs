@@ -51,7 +51,8 @@ pub(crate) fn split(index: &Index, config: &SdConfig, variant: &Variant) -> Resu
     Ok(components)
 }
 
-fn text_encoder(index: &Index, spec: &TextEncoderSpec) -> Index {
+/// The tensors of a text encoder of a checkpoint, with the names of transformers.
+pub(super) fn text_encoder(index: &Index, spec: &TextEncoderSpec) -> Index {
     match spec.layout {
         TextLayout::HuggingFace(prefix) => {
             index.renamed(|name, shape| Some((name.strip_prefix(prefix)?.to_owned(), shape.to_vec())))
