@@ -5,7 +5,7 @@ use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::lora::{LoraEmbeddingTensors, LoraTensors};
 use super::save::is_finite;
 use crate::error::{EngineError, Result};
-use crate::weights::Index;
+use crate::weights::{Index, StoredBytes};
 use aitk_common::job::extract::ScaleTarget;
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +29,8 @@ pub struct RescaledLora {
     pub tensors: BTreeMap<String, Tensor>,
     /// The metadata of the file.
     pub metadata: BTreeMap<String, String>,
+    /// Tensors that belong to no LoRA layer and have no floats, as they are stored.
+    pub copied: BTreeMap<String, StoredBytes>,
     /// Tensors that belong to no LoRA layer. They are copied.
     pub unknown: Vec<String>,
 }
@@ -108,7 +110,7 @@ pub fn rescale_lora(
     }
     let [first_whole, second_whole] = [TensorRole::LokrW1, TensorRole::LokrW2].map(stems_with);
     let each = factor.abs().sqrt();
-    let mut tensors = BTreeMap::new();
+    let (mut tensors, mut copied) = (BTreeMap::new(), BTreeMap::new());
     for (done, name) in (0..).zip(&names) {
         if !go_on(done, names.len() as u64) {
             return Ok(None);
@@ -135,6 +137,12 @@ pub fn rescale_lora(
             (Some((_, TensorRole::Alpha)), ScaleTarget::Alpha) => factor,
             _ => 1.0,
         };
+        if parsed.is_none()
+            && let Some(stored) = index.read_stored(name)?
+        {
+            copied.insert(name.clone(), stored);
+            continue;
+        }
         let stored = index.read(name, DType::F32, &Device::Cpu)?;
         let scaled = match parsed {
             Some((stem, TensorRole::Alpha)) => {
@@ -170,6 +178,7 @@ pub fn rescale_lora(
     }
     Ok(Some(RescaledLora {
         tensors,
+        copied,
         metadata: file.metadata,
         unknown: file.unknown,
     }))

@@ -1,7 +1,7 @@
 //! Deterministic safetensors bytes, and the metadata of a LoRA file.
 
 use crate::error::{EngineError, Result};
-use crate::weights::write_tensors;
+use crate::weights::{SafetensorsLayout, StoredBytes};
 use candle_core::{DType, Tensor};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -77,9 +77,32 @@ fn write_string(out: &mut String, text: &str) {
 /// # Errors
 /// When a tensor cannot be read from its device, or its dtype cannot be saved.
 pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
-    let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-    let mut out = Vec::with_capacity(tensors.values().map(|t| size(t) + 256).sum());
-    write_tensors(&mut out, tensors, metadata).map_err(|error| EngineError::io("(memory)", error))?;
+    file_bytes(tensors, &BTreeMap::new(), metadata.clone())
+}
+
+fn file_bytes(
+    tensors: &BTreeMap<String, Tensor>,
+    copied: &BTreeMap<String, StoredBytes>,
+    metadata: BTreeMap<String, String>,
+) -> Result<Vec<u8>> {
+    let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes() + 256;
+    let copied_size = |stored: &StoredBytes| stored.bytes.len() + 256;
+    let mut out =
+        Vec::with_capacity(tensors.values().map(size).sum::<usize>() + copied.values().map(copied_size).sum::<usize>());
+    let mut layout = SafetensorsLayout::new(metadata);
+    for (name, tensor) in tensors {
+        layout.add(name, tensor.dtype(), tensor.dims());
+    }
+    for (name, stored) in copied {
+        layout.add_stored(name, stored.clone());
+    }
+    let tensor = |name: &str| {
+        let tensor = tensors.get(name).cloned();
+        tensor.ok_or_else(|| EngineError::Internal(format!("`{name}` is missing")))
+    };
+    layout
+        .write(&mut out, tensor)
+        .map_err(|error| EngineError::io("(memory)", error))?;
     Ok(out)
 }
 
@@ -97,16 +120,28 @@ pub fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
 ///
 /// # Errors
 /// As [`safetensors_bytes`].
-pub fn lora_file_bytes(tensors: &BTreeMap<String, Tensor>, mut metadata: BTreeMap<String, String>) -> Result<Vec<u8>> {
+pub fn lora_file_bytes(tensors: &BTreeMap<String, Tensor>, metadata: BTreeMap<String, String>) -> Result<Vec<u8>> {
+    copied_lora_file_bytes(tensors, &BTreeMap::new(), metadata)
+}
+
+/// As [`lora_file_bytes`], with tensors that are copied from another file as they are stored there.
+///
+/// # Errors
+/// As [`safetensors_bytes`].
+pub fn copied_lora_file_bytes(
+    tensors: &BTreeMap<String, Tensor>,
+    copied: &BTreeMap<String, StoredBytes>,
+    mut metadata: BTreeMap<String, String>,
+) -> Result<Vec<u8>> {
     let ss_metadata: BTreeMap<String, String> = metadata
         .iter()
         .filter(|(k, _)| k.starts_with("ss_"))
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
-    let [model_hash, legacy_hash] = sd_scripts_hashes(&safetensors_bytes(tensors, &ss_metadata)?);
+    let [model_hash, legacy_hash] = sd_scripts_hashes(&file_bytes(tensors, copied, ss_metadata)?);
     metadata.insert("sshs_model_hash".into(), model_hash);
     metadata.insert("sshs_legacy_hash".into(), legacy_hash);
-    safetensors_bytes(tensors, &metadata)
+    file_bytes(tensors, copied, metadata)
 }
 
 /// The two hashes of a file that sd-scripts writes into its metadata.

@@ -5,7 +5,7 @@ use super::job_metadata::{job_metadata, software};
 use super::rate::Progress;
 use super::result_file::ResultFile;
 use super::save_dtype::save_dtype;
-use crate::adapters::{Rescaling, lora_file_bytes, rescale_lora};
+use crate::adapters::{Rescaling, copied_lora_file_bytes, rescale_lora};
 use crate::error::Result;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::ProcessKind;
@@ -58,8 +58,9 @@ pub(super) fn run(process: &RescaleLoraProcess, cx: &mut Context<'_>) -> Result<
         false => rescaled.metadata,
     };
     cx.phase("saving");
-    result.write(&lora_file_bytes(&rescaled.tensors, metadata)?, cx)?;
-    let total = rescaled.tensors.len() as u64;
+    let bytes = copied_lora_file_bytes(&rescaled.tensors, &rescaled.copied, metadata)?;
+    result.write(&bytes, cx)?;
+    let total = (rescaled.tensors.len() + rescaled.copied.len()) as u64;
     progress.report(cx, total, total);
     cx.log(
         "info",

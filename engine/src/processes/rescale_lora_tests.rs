@@ -4,8 +4,11 @@ use super::tests::{generate_job, images, run_spec, spec};
 use crate::adapters::{AdapterFile, safetensors_bytes};
 use crate::image_io;
 use crate::testing::fixtures;
+use crate::testing::single_files::{header_and_data, with_header};
+use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use candle_core::{DType, Device, Tensor};
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -201,6 +204,61 @@ fn an_alpha_stays_exact_and_0_means_the_rank() {
             first_number(&read(&output), "lora_unet_conv_in.alpha"),
             expected,
             "{alpha} times {factor}"
+        );
+    }
+}
+
+/// Some trainers save masks and counters beside a LoRA.
+#[test]
+fn tensors_without_floats_are_copied() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = write(
+        &dir.path().join("in.safetensors"),
+        &[
+            ("lora_unet_conv_in.lora_down.weight", tensor(1.0, &[2, 4])),
+            ("lora_unet_conv_in.lora_up.weight", tensor(1.0, &[8, 2])),
+        ],
+        &[],
+    );
+    let bytes = std::fs::read(&input).unwrap();
+    let (mut header, data) = header_and_data(&bytes);
+    let mut data = data.to_vec();
+    let number = 16_777_217_i64.to_le_bytes();
+    let both = [number, (-1_i64).to_le_bytes()].concat();
+    let added: [(&str, &str, &[usize], &[u8]); 3] = [
+        ("mask", "BOOL", &[3], &[1, 0, 1]),
+        ("steps", "I64", &[2], &both),
+        // As a float of 32 bits it would be another number.
+        ("a_step", "I64", &[], &number),
+    ];
+    for (name, kind, shape, bytes) in added {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        header.insert(
+            name.to_owned(),
+            json!({"dtype": kind, "shape": shape, "data_offsets": offsets}),
+        );
+        data.extend(bytes);
+    }
+    std::fs::write(&input, with_header(&header, &data)).unwrap();
+    let output = dir.path().join("out.safetensors");
+    rescaled(
+        &input,
+        &output,
+        "current_weight: 4, target_weight: 1, save_dtype: float32",
+    );
+    let index = Index::open(&output).unwrap();
+    let up = index.read("lora_unet_conv_in.lora_up.weight", DType::F32, &Device::Cpu);
+    assert_eq!(up.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), [2.0; 16]);
+    for (name, kind, shape, bytes) in added {
+        let stored = index.read_stored(name).unwrap().unwrap();
+        assert_eq!(
+            (
+                stored.type_name.as_str(),
+                stored.shape.as_slice(),
+                stored.bytes.as_slice()
+            ),
+            (kind, shape, bytes),
+            "{name}"
         );
     }
 }

@@ -3,6 +3,7 @@
 
 use super::bytes::{FileReader, FloatFormat, vec_filled_by};
 use super::header::{FileHeader, StorageType, StoredTensor};
+use super::stored_bytes::StoredBytes;
 use super::{gguf, safetensors};
 use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
@@ -205,6 +206,23 @@ impl TensorFile {
             }
             _ => Err(self.unsupported_error(name, stored_tensor)),
         }
+    }
+
+    /// Reads a tensor that has no floats, as it is stored. `None`: it has floats.
+    pub(super) fn read_stored(&self, name: &str) -> Result<Option<StoredBytes>> {
+        let stored_tensor = self.stored_tensor(name)?;
+        let type_name = match &stored_tensor.storage {
+            StorageType::Bytes => "U8",
+            StorageType::Int8 => "I8",
+            StorageType::Unsupported(type_name) if !self.is_gguf => type_name,
+            StorageType::Unsupported(_) => return Err(self.unsupported_error(name, stored_tensor)),
+            StorageType::Floats(_) | StorageType::GgufHalf(_) | StorageType::GgmlBlocks(..) => return Ok(None),
+        };
+        Ok(Some(StoredBytes {
+            type_name: type_name.to_owned(),
+            shape: stored_tensor.shape.clone(),
+            bytes: self.read_bytes(name)?,
+        }))
     }
 
     /// Reads the bytes of a tensor without conversion.

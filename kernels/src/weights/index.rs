@@ -4,6 +4,7 @@ use super::bytes::FloatFormat;
 use super::entry::{Entry, StoredQuantization, StoredView, TensorLocation, View};
 use super::file::TensorFile;
 use super::header::StorageType;
+use super::stored_bytes::StoredBytes;
 use super::streamed::{StoredElements, StreamedWeight};
 use super::{folder, quantized};
 use crate::device::portable::is_portable;
@@ -203,6 +204,18 @@ impl Index {
             None => file.read(&stored.location.name, &stored.shape, dtype, device)?,
         };
         Ok(view.view.apply(&stored)?.reshape(entry.shape.as_slice())?)
+    }
+
+    /// Reads a tensor that has no floats, such as one of `BOOL`, as it is stored. `None`: it has floats, also as codes of quantised weights.
+    ///
+    /// # Errors
+    /// When the name does not exist, the file cannot be read, or a GGUF file has a type that is not known.
+    pub fn read_stored(&self, name: &str) -> Result<Option<StoredBytes>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        match self.files.get(entry.location.file) {
+            Some(file) if entry.quantization.is_none() => file.read_stored(&entry.location.name),
+            _ => Ok(None),
+        }
     }
 
     /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised, or a view that

@@ -17,6 +17,7 @@ mod read;
 mod read_ahead;
 mod safetensors;
 mod select;
+mod stored_bytes;
 mod streamed;
 #[cfg(test)]
 mod tests;
@@ -30,6 +31,7 @@ pub use index::Index;
 pub use init::Init;
 pub use read::read_tensors;
 pub use select::{QuantizationConfig, TrainableFilter};
+pub use stored_bytes::StoredBytes;
 pub use streamed::StreamedWeight;
 pub use weight::Weight;
 pub use write::{SafetensorsLayout, write_tensors};

@@ -4,6 +4,7 @@
 //! time. Metadata and tensors are sorted by name, so that equal content gives equal bytes (the `safetensors` crate
 //! writes metadata in a random order).
 
+use super::stored_bytes::StoredBytes;
 use crate::error::{EngineError, Result};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use serde_json::{Value, json};
@@ -18,6 +19,7 @@ const CHUNK_LEN: usize = 16 << 10;
 pub struct SafetensorsLayout {
     metadata: BTreeMap<String, String>,
     tensors: BTreeMap<String, (DType, Vec<usize>)>,
+    stored: BTreeMap<String, StoredBytes>,
 }
 
 impl SafetensorsLayout {
@@ -27,12 +29,19 @@ impl SafetensorsLayout {
         Self {
             metadata,
             tensors: BTreeMap::new(),
+            stored: BTreeMap::new(),
         }
     }
 
     /// Adds a tensor. Returns `false` if one of this name existed already.
     pub fn add(&mut self, name: impl Into<String>, dtype: DType, shape: impl Into<Vec<usize>>) -> bool {
         self.tensors.insert(name.into(), (dtype, shape.into())).is_none()
+    }
+
+    /// Adds a tensor of another file as it is stored there. Such tensors come after the others, so that these stay aligned. Returns `false`
+    /// if one of this name existed already.
+    pub fn add_stored(&mut self, name: impl Into<String>, stored: StoredBytes) -> bool {
+        self.stored.insert(name.into(), stored).is_none()
     }
 
     /// Writes the file. Calls `tensor` with each name, in order; it returns the tensor on any device.
@@ -55,7 +64,7 @@ impl SafetensorsLayout {
             }
             write_numbers(out, &tensor)?;
         }
-        Ok(())
+        self.stored.values().try_for_each(|stored| out.write_all(&stored.bytes))
     }
 
     /// The header as JSON, padded with spaces to a multiple of 8 bytes.
@@ -70,6 +79,12 @@ impl SafetensorsLayout {
         for (name, (dtype, shape)) in &self.tensors {
             let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
             let entry = json!({"dtype": type_name(*dtype)?, "shape": shape, "data_offsets": [start, end]});
+            header.insert(name.clone(), entry);
+            start = end;
+        }
+        for (name, stored) in &self.stored {
+            let end = start + stored.bytes.len();
+            let entry = json!({"dtype": stored.type_name, "shape": stored.shape, "data_offsets": [start, end]});
             header.insert(name.clone(), entry);
             start = end;
         }
