@@ -384,7 +384,7 @@ fn check_lokr_splits(network: &NetworkConfig, cx: &mut ReadContext) {
 }
 
 fn check_scalar(network: &NetworkConfig, cx: &mut ReadContext) {
-    use NetworkType::{Dora, Fullrank, Locon, Lycoris};
+    use NetworkType::{Dora, Fullrank};
     if !network.network_kwargs.use_scalar {
         return;
     }
@@ -395,11 +395,6 @@ fn check_scalar(network: &NetworkConfig, cx: &mut ReadContext) {
             network.kind
         );
         cx.error_at(key, message);
-    } else if !matches!(network.kind, Locon | Lycoris) && network.scale_weight_norms.is_some() {
-        cx.error_at(
-            "scale_weight_norms",
-            "cannot be used together with `network_kwargs.use_scalar`: remove one of them",
-        );
     }
 }
 

@@ -95,10 +95,6 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     }
     if let Some(max) = settings.number("scale_weight_norms").filter(|max| *max != 0.0) {
         network.insert("scale_weight_norms".into(), number(max));
-        if kwargs.contains_key("use_scalar") {
-            let message = "aitk limits the norms of a LoRA, LoKr or LoHa, and not of a network with use_scalar: remove one of them";
-            import.error("scale_weight_norms", message);
-        }
     }
     if let Some(chance) = arguments.chance(import, "module_dropout").filter(|_| !from_file) {
         kwargs.insert("module_dropout".into(), number(chance));

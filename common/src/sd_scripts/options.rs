@@ -95,7 +95,7 @@ const NETWORK: &[OptionRow] = &[
     row("dim_from_weights", Flag, "false", LORA, Translated("`network.ranks_of_pretrained_lora`: each layer of network_weights has its rank and alpha there, and no other layer is trained")),
     row("network_train_unet_only", Flag, "false", LORA, Translated("`train.train_text_encoder`: false; true without it")),
     row("network_train_text_encoder_only", Flag, "false", LORA, Translated("`train.train_unet`: false")),
-    row("scale_weight_norms", Number, "0", LORA, Translated("`network.scale_weight_norms`; not of LyCORIS with use_scalar")),
+    row("scale_weight_norms", Number, "0", LORA, Translated("`network.scale_weight_norms`")),
     row("train_text_encoder", Flag, "false", UsedBy(0x2b), Translated("`train.train_text_encoder`")),
     row("stop_text_encoder_training", Whole, "", UsedBy::FULL_SD, Translated("0 and -1: `train.train_text_encoder` false; aitk cannot stop it later")),
     row("diffusers_xformers", Flag, "false", FULL, NoInfluence(MEMORY)),

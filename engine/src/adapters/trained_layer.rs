@@ -141,7 +141,8 @@ pub trait TrainedLayer: WeightAdapter {
         Ok(None)
     }
 
-    /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for all its matrices (`scale_weight_norms`).
+    /// Makes its change of the weight smaller if the norm is above `max`, by one factor for all its matrices or for the number that
+    /// multiplies them (`scale_weight_norms`).
     ///
     /// # Errors
     /// When the device fails, or the type of adapter has no such limit.
@@ -167,7 +168,7 @@ pub(super) fn norm_of_product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     (of_left * of_right)?.sum_all()?.maximum(0f32)?.sqrt()
 }
 
-/// Multiplies matrices, whose product is a change of this norm, by the same factor, so that the norm is at most `max`. As in
+/// Multiplies matrices, or a number, whose product is a change of this norm, by the same factor, so that the norm is at most `max`. As in
 /// sd-scripts and LyCORIS, a norm below half of `max` counts as that half.
 ///
 /// # Errors

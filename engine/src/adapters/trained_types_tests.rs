@@ -595,7 +595,62 @@ fn a_trained_number_multiplies_the_change() {
             var.set(&value).unwrap();
         }
         check(&layer.forward(x, vec![other]), &expected, 1e-5, &what);
-        assert!(trained.limit_norm(1.0).is_err(), "{what}");
+    }
+}
+
+/// `apply_max_norm` of LyCORIS with `use_scalar`: of LoRA and LoHa the number is multiplied and counts, of LoKr it does not count and the
+/// matrices are multiplied.
+#[test]
+fn norms_are_limited_beside_a_trained_number() {
+    const NUMBER: f64 = -3.0;
+    let found = tensors("types");
+    let square = Lokr::SQUARE;
+    let types: [(&str, &dyn AdapterType); 3] = [("LoRA", &Lora), ("LoHa", &Loha), ("LoKr", &square)];
+    let cases = types
+        .into_iter()
+        .flat_map(|kind| [(kind, "linear", false), (kind, "conv", false), (kind, "conv", true)]);
+    for ((kind, adapter), shape, tucker) in cases {
+        let what = format!("{kind} {shape}, core: {tucker}");
+        let layer = Layer::of(&found, &format!("peft_loha_{shape}"));
+        let handle = AdapterHandle::new(1.0);
+        let new = NewLayer {
+            tucker,
+            scalar: true,
+            ..layer.new_adapter(1, 1.5, &handle)
+        };
+        let trained = adapter.create(new, &mut TorchGenerator::manual_seed(1)).unwrap();
+        let mut params = trained.params();
+        let (_, scalar) = params.pop().unwrap();
+        scalar.set(&Tensor::new(NUMBER as f32, &Device::Cpu).unwrap()).unwrap();
+        let norm = || {
+            let change = trained.change(&layer.weight).unwrap().sqr().unwrap().sum_all().unwrap();
+            f64::from(change.to_scalar::<f32>().unwrap()).sqrt()
+        };
+        let values = || -> Vec<Vec<f32>> {
+            let flat = params
+                .iter()
+                .map(|(_, var)| var.flatten_all().unwrap().to_vec1().unwrap());
+            flat.collect()
+        };
+        let number = || f64::from(scalar.to_scalar::<f32>().unwrap());
+        let (before, matrices) = (norm(), values());
+        let counted = if kind == "LoKr" { before / -NUMBER } else { before };
+        // Below the limit nothing changes.
+        trained.limit_norm(counted * 1.01).unwrap();
+        assert_eq!(
+            (norm(), values(), number()),
+            (before, matrices.clone(), NUMBER),
+            "{what}"
+        );
+        trained.limit_norm(counted * 0.8).unwrap();
+        assert!((norm() / before - 0.8).abs() < 1e-4, "{what}: {} of {before}", norm());
+        match kind {
+            "LoKr" => assert_eq!(number(), NUMBER, "{what}"),
+            _ => {
+                assert_eq!(values(), matrices, "{what}");
+                assert!((number() / NUMBER - 0.8).abs() < 1e-4, "{what}: {}", number());
+            }
+        }
     }
 }
 

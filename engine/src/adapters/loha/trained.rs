@@ -51,19 +51,18 @@ impl TrainedLayer for LohaLayer {
         }))
     }
 
+    /// As `LohaModule.apply_max_norm` of LyCORIS, which multiplies a number beside the matrices: the trained one, if there is one. Without one
+    /// LyCORIS has one that is not trained; here the matrices are multiplied, for the same change.
     fn limit_norm(&self, max: f64) -> Result<()> {
-        if self.scalar.is_some() {
-            candle_core::bail!(
-                "the norm of {} has no limit, because a trained number multiplies it",
-                self.name
-            );
-        }
         let product = |product: &Product| {
             let [left, right] = product.factors(false)?;
             left.flatten_from(1)?.matmul(&right.flatten_from(1)?)
         };
         let change = (product(&self.first)? * product(&self.second)?)?;
         let norm = (change.sqr()?.sum_all()?.sqrt()? * self.scale().abs())?;
+        if let Some(scalar) = &self.scalar {
+            return limit_norm_of(&[scalar], &(norm * scalar.as_detached_tensor().abs()?)?, max);
+        }
         let matrices: Vec<&Var> = self.params().into_iter().map(|(_, var)| var).collect();
         limit_norm_of(&matrices, &norm, max)
     }

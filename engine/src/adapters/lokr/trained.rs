@@ -68,14 +68,9 @@ impl TrainedLayer for LokrLayer {
         }))
     }
 
-    /// The norm of a Kronecker product is the product of the norms.
+    /// As `LokrModule.apply_max_norm` of LyCORIS: it multiplies the matrices, and a trained number does not count. The norm of a Kronecker
+    /// product is the product of the norms.
     fn limit_norm(&self, max: f64) -> Result<()> {
-        if self.scalar.is_some() {
-            candle_core::bail!(
-                "the norm of {} has no limit, because a trained number multiplies it",
-                self.name
-            );
-        }
         let norm = |factor: &Factor| match factor {
             Factor::Full(matrix) => matrix.as_detached_tensor().sqr()?.sum_all()?.sqrt(),
             Factor::LowRank(left, right) => norm_of_product(
@@ -85,7 +80,8 @@ impl TrainedLayer for LokrLayer {
             Factor::Tucker(..) => factor.tensor(false)?.sqr()?.sum_all()?.sqrt(),
         };
         let of_both = (norm(&self.first)? * norm(&self.second)?)?;
-        let matrices: Vec<&Var> = self.params().into_iter().map(|(_, var)| var).collect();
+        let matrices = self.params().into_iter().filter(|(suffix, _)| *suffix != SCALAR);
+        let matrices: Vec<&Var> = matrices.map(|(_, var)| var).collect();
         limit_norm_of(&matrices, &(of_both * self.scale.abs())?, max)
     }
 

@@ -137,18 +137,16 @@ impl TrainedLayer for LoraLayer {
         }))
     }
 
-    /// As `apply_max_norm_regularization` in `networks/lora.py` of sd-scripts. The norm of `up * down` comes from two matrices of rank x
+    /// As `apply_max_norm_regularization` in `networks/lora.py` of sd-scripts; beside a trained number as `LoConModule.apply_max_norm` of
+    /// LyCORIS, which multiplies that number. The norm of `up * down` comes from two matrices of rank x
     /// rank, without the product.
     fn limit_norm(&self, max: f64) -> Result<()> {
-        if self.scalar.is_some() {
-            candle_core::bail!(
-                "the norm of {} has no limit, because a trained number multiplies it",
-                self.name
-            );
-        }
         let (down, up) = (self.down_with_core()?, self.up.as_detached_tensor());
         let (rows, columns) = (down.flatten_from(1)?, up.flatten_from(1)?);
         let norm = (norm_of_product(&columns, &rows)? * (self.alpha / self.rank() as f64).abs())?;
+        if let Some(scalar) = &self.scalar {
+            return limit_norm_of(&[scalar], &(norm * scalar.as_detached_tensor().abs()?)?, max);
+        }
         let matrices: Vec<&Var> = [&self.down, &self.up].into_iter().chain(&self.mid).collect();
         limit_norm_of(&matrices, &norm, max)
     }
