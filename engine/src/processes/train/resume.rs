@@ -24,7 +24,7 @@ use aitk_common::checkpoint::Checkpoint;
 use candle_core::Tensor;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// The seed in the checkpoint from which the run resumes, if there is one.
 pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
@@ -33,6 +33,17 @@ pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64
         None => Checkpoint::scan(&folder.checkpoints()).ok()?.newest?,
     };
     checkpoint.state().get("seed")?.as_u64()
+}
+
+/// The file in which ai-toolkit keeps the state of its optimizer.
+const TOOLKIT_STATE: &str = "optimizer.pt";
+
+/// The newest save of a run folder.
+struct NewestSave {
+    step: u64,
+    path: PathBuf,
+    /// What is in it, if it is a network's.
+    adapter: Option<AdapterFile>,
 }
 
 /// The error about a file of an adapter that is the newest save.
@@ -85,7 +96,7 @@ impl Run<'_> {
                 .and_then(|n| n.pretrained_lora_path.as_deref())
         {
             let path = cx.local_path(path)?;
-            self.load_lora(&path, cx)?;
+            self.load_lora(&AdapterFile::open(&path)?, cx)?;
             cx.log("info", format!("starting from the weights of {}", path.display()));
         }
         if let Some(step) = self.process.train.start_step
@@ -175,7 +186,7 @@ impl Run<'_> {
             }
             (Some((_, error)), None) => return Err(error),
         }
-        let Some((step, path)) = newest else {
+        let Some(NewestSave { step, path, adapter }) = newest else {
             return Ok(false);
         };
         let merges = self.process.merges_network();
@@ -189,7 +200,10 @@ impl Run<'_> {
                 })?;
                 self.trainer = self.new_trainer()?;
             }
-            TrainedParameters::Adapter(_) => self.load_lora(&path, cx).map_err(as_newest_save)?,
+            TrainedParameters::Adapter(_) => {
+                let file = adapter.ok_or_else(|| EngineError::Internal("a save of a network was not read".into()))?;
+                self.load_lora(&file, cx).map_err(as_newest_save)?;
+            }
             TrainedParameters::Embedding(word) => {
                 word.load(&path)?;
                 self.trainer = self.new_trainer()?;
@@ -210,40 +224,58 @@ impl Run<'_> {
             "info",
             format!("resuming from {} (step {step}), with a fresh optimizer", path.display()),
         );
+        if self.folder.path.join(TOOLKIT_STATE).is_file() {
+            cx.log(
+                "info",
+                format!(
+                    "{TOOLKIT_STATE} of ai-toolkit is not read: it numbers the parameters in the order of the modules of the diffusers version \
+                     that wrote it, so that its numbers could go to other layers"
+                ),
+            );
+        }
         Ok(true)
     }
 
-    /// The newest save of the run folder by step. The step in the file has precedence over the one in its name.
-    fn newest_save(&self, cx: &mut Context<'_>) -> Option<(u64, PathBuf)> {
-        let mut newest: Option<(u64, PathBuf)> = None;
+    /// The newest save of the run folder by step. The step in the file has precedence over the one in its name. Of the other saves only the
+    /// headers are read.
+    fn newest_save(&self, cx: &mut Context<'_>) -> Option<NewestSave> {
+        let is_adapter = matches!(self.target, TrainedParameters::Adapter(_)) && !self.process.merges_network();
+        let mut skip = |error: EngineError| cx.log("warn", format!("skipping a save that cannot be read: {error}"));
+        let mut saves = Vec::new();
         for (step_in_name, path) in self.folder.saves() {
             let step = match self.target {
-                TrainedParameters::Adapter(_) if self.process.merges_network() => saved_step(&path),
-                TrainedParameters::Adapter(_) => {
-                    AdapterFile::open(&path).map(|file| file.training_info().map(|(step, _)| step))
+                TrainedParameters::Adapter(_) if is_adapter => {
+                    AdapterFile::open_layout(&path).map(|file| file.training_info().map(|(step, _)| step))
                 }
-                TrainedParameters::Model(_) => saved_step(&path),
+                TrainedParameters::Adapter(_) | TrainedParameters::Model(_) => saved_step(&path),
+                // It has the vectors of one word.
                 TrainedParameters::Embedding(_) => TrainedEmbedding::saved_step(&path),
             };
             match step {
-                Ok(step) => {
-                    let step = step.or(step_in_name).unwrap_or(0);
-                    if newest.as_ref().is_none_or(|(best, _)| step > *best) {
-                        newest = Some((step, path));
-                    }
-                }
-                Err(error) => cx.log("warn", format!("skipping a save that cannot be read: {error}")),
+                Ok(step) => saves.push((step.or(step_in_name).unwrap_or(0), path)),
+                Err(error) => skip(error),
             }
         }
-        newest
+        saves.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
+        for (step, path) in saves {
+            let adapter = match is_adapter.then(|| AdapterFile::open(&path)).transpose() {
+                Ok(adapter) => adapter,
+                Err(error) => {
+                    skip(error);
+                    continue;
+                }
+            };
+            return Some(NewestSave { step, path, adapter });
+        }
+        None
     }
 
     /// Loads the weights of a LoRA file and makes a new trainer.
-    fn load_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
+    fn load_lora(&mut self, file: &AdapterFile, cx: &mut Context<'_>) -> Result<()> {
         let TrainedParameters::Adapter(network) = &self.target else {
             return Err(EngineError::Internal("a LoRA for a full fine-tune".into()));
         };
-        let report = network.load(&AdapterFile::open(path)?)?;
+        let report = network.load(file)?;
         if report.resized > 0 {
             cx.log(
                 "warn",
@@ -260,7 +292,7 @@ impl Run<'_> {
                     "{} layers have another alpha / rank in {}: as in ai-toolkit, their matrices are used as they are, so that the change of \
                      the first one has {factor:.3} times its strength; `network.linear_alpha` and `conv_alpha` set it",
                     report.other_strengths,
-                    path.display()
+                    file.path.display()
                 ),
             );
         }

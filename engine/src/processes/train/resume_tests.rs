@@ -3,12 +3,14 @@
 use super::resumption_test::check_resumption;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use super::transformer_test_runs::tensors;
+use crate::adapters::{AdapterFile, safetensors_bytes};
 use crate::families::saved_step;
 use crate::processes::{StopSignal, run};
 use crate::testing::{gap, in_own_folder};
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use aitk_common::job::network::NetworkType;
 use aitk_common::job::optimizer::OptimizerName;
+use candle_core::{Device, Tensor};
 use std::path::Path;
 
 #[test]
@@ -263,11 +265,51 @@ fn a_run_resumes_in_an_unfinished_folder_of_ai_toolkit() {
     let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed);
     assert!(
-        logs(&events).contains("step 5") && logs(&events).contains("fresh optimizer"),
+        logs(&events).contains("step 5")
+            && logs(&events).contains("fresh optimizer")
+            && logs(&events).contains("optimizer.pt of ai-toolkit is not read"),
         "{}",
         logs(&events)
     );
     assert_eq!(losses(&events).len(), 3);
+}
+
+/// Of an older save only the header is read, so that damaged numbers of it do not matter. A newest save with such numbers gives way to the
+/// one before it.
+#[test]
+fn only_the_newest_save_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 6);
+    process.save.save_every = Some(2);
+    process.save.max_step_saves_to_keep = 3;
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
+    for (damaged, resumed) in [(2, 4), (4, 2)] {
+        let copy = tempfile::tempdir().unwrap();
+        process.training_folder = Some(copy.path().display().to_string());
+        let folder = copy.path().join("tiny");
+        std::fs::create_dir(&folder).unwrap();
+        for step in [2, 4] {
+            let name = format!("tiny_{step:09}.safetensors");
+            let path = folder.join(&name);
+            std::fs::copy(dir.path().join("out/tiny").join(&name), &path).unwrap();
+            if step != damaged {
+                continue;
+            }
+            let metadata = AdapterFile::open(&path).unwrap().metadata;
+            let mut saved = tensors(&path);
+            let alpha = saved.iter_mut().find(|(name, _)| name.ends_with(".alpha")).unwrap().1;
+            *alpha = Tensor::new(f32::INFINITY, &Device::Cpu).unwrap();
+            std::fs::write(&path, safetensors_bytes(&saved, &metadata).unwrap()).unwrap();
+        }
+        let (_, events) = stop_at(&spec(process.clone()), 1);
+        let logs = logs(&events);
+        assert!(
+            logs.contains(&format!("(step {resumed}), with a fresh optimizer")),
+            "{logs}"
+        );
+        let skips = logs.contains("skipping a save that cannot be read");
+        assert_eq!(skips, damaged > resumed, "{logs}");
+    }
 }
 
 #[test]
