@@ -25,6 +25,7 @@ pub mod error;
 pub mod extension;
 pub mod extension_job;
 pub mod extract;
+mod foreign_keys;
 mod from_json;
 pub mod generate;
 mod inputs;

@@ -1,6 +1,7 @@
 //! The state of reading a config: the current key path, and the errors, warnings and key positions found so far.
 
 use super::error::Finding;
+use super::foreign_keys::meant_key;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
@@ -230,7 +231,8 @@ impl ReadContext {
         )
     }
 
-    /// Reads the keys without a typed field: stores rare ones in `rare_values`; near misses are errors, other unknown keys warnings.
+    /// Reads the keys without a typed field: stores rare ones in `rare_values`; near misses and names of other trainers are
+    /// errors, other unknown keys warnings.
     pub fn read_other_keys(
         &mut self,
         entries: &[Entry],
@@ -260,8 +262,9 @@ impl ReadContext {
                     }
                     return;
                 }
-                let candidates = known.iter().chain(rare).copied();
-                if let Some(nearest) = nearest(key, candidates) {
+                let candidates = || known.iter().chain(rare).copied();
+                let meant = || meant_key(title, key, |meant| candidates().any(|candidate| candidate == meant));
+                if let Some(nearest) = nearest(key, candidates()).or_else(meant) {
                     cx.error(format!(
                         "`{title}` has no key `{}`; did you mean `{nearest}`?",
                         shorten(key)

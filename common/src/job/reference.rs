@@ -46,8 +46,9 @@ declarations in `common/src/job`; change those and run
 | refused | ignoring it would change the result: the job does not start unless the value is the default or off |
 | later | read and checked, but the feature that uses the key does not run in this release |
 
-A key that is in none of these tables is ignored with a warning. If it is within two edits of a known key, it is an
-error that names that key. An explicit `null` counts as absent.
+A key that is in none of these tables is ignored with a warning. If it is within two edits of a known key of its
+section, or a name that diffusers, transformers, sd-scripts or peft have for one (`learning_rate`, `max_train_steps`, `network_dim`), it is an error
+that names that key. An explicit `null` counts as absent.
 
 `${VAR}` in a value is replaced from the environment or from `.env` before the job is sent; a variable that is not
 set is an error. A variable that holds a secret (by its name, such as `HF_TOKEN`, or by the form of its value) is not
