@@ -116,7 +116,7 @@ pub(super) fn of_file(file: &str, weights: &TensorShapes) -> ModelFileKind {
 }
 
 /// Suffixes of tensor names in adapters, and the kind of adapter.
-const ADAPTERS: [(&str, &str); 17] = [
+const ADAPTERS: [(&str, &str); 18] = [
     (".lora_down.weight", "a LoRA"),
     (".lora_up.weight", "a LoRA"),
     (".lora_A.weight", "a LoRA"),
@@ -134,6 +134,7 @@ const ADAPTERS: [(&str, &str); 17] = [
     (".lokr_w1", "a LoKr"),
     (".lokr_w1_a", "a LoKr"),
     (".hada_w1_a", "a LoHa"),
+    (".oft_blocks", "an OFT"),
     (".oft_diag", "an OFT"),
 ];
 

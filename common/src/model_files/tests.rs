@@ -247,6 +247,7 @@ fn adapters_and_components_are_not_base_models() {
         assert_eq!(one(name), "a LoRA", "{name}");
     }
     assert_eq!(one("lora_unet_x.lokr_w1"), "a LoKr");
+    assert_eq!(one("lora_unet_x.oft_blocks"), "an OFT");
     assert_eq!(one("first_stage_model.encoder.conv_in.weight"), "a VAE");
     assert_eq!(one("decoder.up_blocks.0.resnets.0.conv1.weight"), "a VAE");
     assert_eq!(one("text_model.encoder.layers.0.mlp.fc1.weight"), "a text encoder");

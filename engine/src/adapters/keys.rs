@@ -128,12 +128,26 @@ const SUFFIXES: [(&str, TensorRole); 47] = [
     (".rescale", TensorRole::Rescale),
 ];
 
-const OTHER_NETWORKS: [(&str, &str); 5] = [
+/// A text in the keys of types of adapters that are not read, and the type. A longer text comes before one that is in it.
+const OTHER_NETWORKS: [(&str, &str); 18] = [
     (".lora_B.bias", "LoRA with biases"),
+    (".lora_E", "AdaLoRA, whose singular values lie between both matrices"),
     (".hada_", "a LoHa of another form"),
     (".lokr_", "a LoKr of another form"),
+    (".oft_R", "an OFT of peft, which rotates the inputs of a layer"),
     (".oft_", "an OFT of another form"),
+    (".boft_", "a BOFT of peft, whose blocks are arranged in another way"),
     (".a1.weight", "GLoRA"),
+    (".glora_", "GLoRA"),
+    (".on_input", "IA3"),
+    (".ia3_", "IA3"),
+    (".lambda_layer", "T-LoRA"),
+    (".vera_lambda_", "VeRA"),
+    (".randlora_", "RandLoRA"),
+    (".fourierft_", "FourierFT"),
+    (".hra_", "HRA"),
+    (".miss_", "MiSS"),
+    (".shira_", "SHiRA"),
 ];
 
 /// The layers that ai-toolkit saves themselves (`full_train_in_out`).
@@ -196,7 +210,16 @@ mod tests {
         assert_eq!(parse_key("a.hada_w1_a"), ParsedKey::Adapter("a", TensorRole::HadaW1A));
         assert_eq!(
             parse_key("a.oft_R.weight"),
+            ParsedKey::OtherNetwork("an OFT of peft, which rotates the inputs of a layer")
+        );
+        assert_eq!(
+            parse_key("a.oft_diag"),
             ParsedKey::OtherNetwork("an OFT of another form")
+        );
+        // The keys of LyCORIS and sd-scripts.
+        assert_eq!(
+            parse_key("a.oft_blocks"),
+            ParsedKey::Adapter("a", TensorRole::OftBlocks)
         );
         assert_eq!(parse_key("a.diff"), ParsedKey::Adapter("a", TensorRole::Diff));
         assert_eq!(parse_key("a.diff_b"), ParsedKey::Adapter("a", TensorRole::DiffB));

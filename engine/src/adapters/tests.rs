@@ -364,10 +364,20 @@ fn an_invalid_file_is_an_error_that_names_it() {
     check_error(&one(&[("lora_unet_conv_in.lokr_t1", &[4, 4])]), "LoKr of another form");
     check_error(&one(&[("lora_unet_conv_in.hada_w1_a", &[4, 4])]), "incomplete");
     check_error(&one(&[("lora_unet_conv_in.hada_x", &[4, 4])]), "LoHa of another form");
-    check_error(
-        &one(&[("lora_unet_conv_in.oft_R.weight", &[4, 4])]),
-        "OFT of another form",
-    );
+    for (keys, kind) in [
+        (&["oft_R.weight"][..], "an OFT of peft, which rotates the inputs"),
+        (&["boft_R", "boft_s"], "a BOFT of peft"),
+        (&["oft_diag"], "OFT of another form"),
+        (&["lora_A", "lora_B", "lora_E"], "AdaLoRA"),
+        (&["weight", "on_input"], "IA3"),
+        (&["q_layer.weight", "p_layer.weight", "lambda_layer"], "T-LoRA"),
+        (&["vera_lambda_b", "vera_lambda_d"], "VeRA"),
+    ] {
+        let keys = keys.iter().map(|key| format!("base_model.model.conv_in.{key}"));
+        let keys: Vec<String> = keys.collect();
+        let tensors: Vec<(&str, &[usize])> = keys.iter().map(|key| (key.as_str(), &[4_usize, 4][..])).collect();
+        check_error(&one(&tensors), kind);
+    }
     check_error(&one(&[("lora_unet_conv_in.dora_scale", &[32, 1])]), "no other tensor");
     let product = [
         ("lora_unet_conv_in.lokr_w2_a", &[8, 2][..]),
