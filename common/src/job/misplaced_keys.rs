@@ -1,6 +1,7 @@
-//! Unknown keys that another section of their process has: the warning names it.
+//! Unknown keys that another section of their process has, also by the name of another trainer: the warning names it.
 
 use super::extract::{ExtractProcess, RescaleLoraProcess};
+use super::foreign_keys::meant_key;
 use super::lm_export::LmExportProcess;
 use super::lm_generate::LmGenerateProcess;
 use super::lm_trainer::LmTrainerProcess;
@@ -30,6 +31,13 @@ pub(super) fn name_sections(process: &[Process], cx: &mut ReadContext) {
         find_key(&described, name, "", &mut sections);
         if (1..=MAX_SECTIONS).contains(&sections.len()) {
             let addition = format!(" (it is a key of {})", sections.join(" and of "));
+            warning.message.push_str(&addition);
+            continue;
+        }
+        let mut meant = Vec::new();
+        find_meant(&described, name, "", &mut meant);
+        if sections.is_empty() && (1..=MAX_SECTIONS).contains(&meant.len()) {
+            let addition = format!(" (did you mean {}?)", meant.join(" or "));
             warning.message.push_str(&addition);
         }
     }
@@ -63,6 +71,19 @@ fn find_key(section: &SectionInfo, key: &str, path: &str, found: &mut Vec<String
     }
 }
 
+/// Lists the keys, in quotes and with their sections, that another trainer calls `key`.
+fn find_meant(section: &SectionInfo, key: &str, path: &str, found: &mut Vec<String>) {
+    let is_known = |known: &str| section.fields.iter().any(|field| field.key == known);
+    if let Some(meant) = meant_key(section.title, key, is_known) {
+        found.push(format!("`{}`", join(path, meant)));
+    }
+    for field in &section.fields {
+        if let Some(nested) = &field.nested {
+            find_meant(nested, key, &join(path, field.key), found);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use crate::job::tests::{load_yaml, with_line_after};
@@ -89,6 +110,16 @@ mod tests {
                 "steps: 10",
                 "        training_folder: out",
                 "`train` has no key `training_folder`; it is ignored (it is a key of `process`)",
+            ),
+            (
+                "training_folder",
+                "      learning_rate: 1e-4",
+                "`process` has no key `learning_rate`; it is ignored (did you mean `train.lr`?)",
+            ),
+            (
+                "name: cat",
+                "  network_dim: 16",
+                "`config` has no key `network_dim`; it is ignored (did you mean `network.linear`?)",
             ),
             (
                 "steps: 10",
