@@ -4,9 +4,9 @@ use super::file_layer::{FileLayer, Site};
 use super::lycoris_tests::{layers, named, tensors};
 use super::trained_layer::NewLayer;
 use super::*;
-use crate::families::AdapterNames;
+use crate::families::{AdapterNames, Model};
 use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerKind, Linear, forward_layer};
-use crate::testing::{gap, in_portable_mode, largest};
+use crate::testing::{gap, in_portable_mode, largest, tiny_sd};
 use crate::weights::Weight;
 use aitk_common::job::extract::ScaleTarget;
 use candle_core::{DType, Device, Tensor};
@@ -396,6 +396,31 @@ fn layers_of_a_model_call_the_forward_pass_of_their_first_adapter() {
             other => panic!("{other:?}"),
         };
         check(&y.unwrap(), &found[&format!("{case}/y/1")], 2e-6, case);
+    }
+}
+
+/// Whole files of LyCORIS' `diag-oft` and `boft`, with the names of its network and of that for sd-scripts, which sd-scripts' own OFT has too.
+#[test]
+fn files_of_oft_and_boft_are_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("oft.safetensors");
+    let layer = "down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q";
+    for (kind, shape) in [("OFT", &[4, 4, 4][..]), ("BOFT", &[2, 4, 4, 4])] {
+        for prefix in ["lycoris", "lora_unet"] {
+            let numbers = (0..shape.iter().product::<usize>()).map(|at| (at as f32 * 0.7).sin() * 0.2);
+            let blocks = Tensor::from_iter(numbers, &Device::Cpu)
+                .unwrap()
+                .reshape(shape)
+                .unwrap();
+            let alpha = Tensor::new(0_f32, &Device::Cpu).unwrap();
+            let tensors = [("oft_blocks", blocks), ("alpha", alpha)];
+            let tensors = tensors.map(|(suffix, tensor)| (format!("{prefix}_{layer}.{suffix}"), tensor));
+            let bytes = safetensors_bytes(&BTreeMap::from(tensors), &BTreeMap::new()).unwrap();
+            std::fs::write(&path, bytes).unwrap();
+            assert_eq!(AdapterFile::open(&path).unwrap().modules[0].tensors.kind(), kind);
+            let loaded = load_lora(&mut tiny_sd().parts(), &path, 1.0).unwrap();
+            assert_eq!((loaded.layers, loaded.unknown), (1, Vec::new()), "{prefix}: {kind}");
+        }
     }
 }
 
