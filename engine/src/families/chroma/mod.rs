@@ -4,6 +4,7 @@
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod file_tests;
+mod layers;
 mod load;
 mod model;
 mod parts;
@@ -11,6 +12,7 @@ mod text;
 
 pub use model::ChromaModel;
 
+use super::adapted_parts::{AdaptedParts, SelectedParts};
 use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use crate::error::Result;
@@ -33,6 +35,10 @@ impl Family for CHROMA {
 
     fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
         Ok(Box::new(ChromaModel::load_text_encoders(path, options)?))
+    }
+
+    fn load_adapted(&self, path: &Path, selected: SelectedParts, options: &LoadOptions) -> Result<AdaptedParts> {
+        layers::load(path, selected, options)
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

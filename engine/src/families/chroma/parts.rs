@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// The transformer.
-const TRANSFORMER: TransformerKind<ChromaConfig> = TransformerKind {
+pub(super) const TRANSFORMER: TransformerKind<ChromaConfig> = TransformerKind {
     has_original_names: single_file::has_original_names,
     with_diffusers_names: single_file::with_diffusers_names,
     config_of: single_file::config_of,
