@@ -2,7 +2,7 @@
 
 use super::options::LoadOptions;
 use super::part::{Part, PartInfo};
-use super::part_files::opened;
+use super::part_files::needed_tensors;
 use super::part_role::PartRole;
 use crate::error::Result;
 use crate::models::stored_types::check_types_of_built;
@@ -55,8 +55,12 @@ impl AdaptedParts {
             PartRole::TextEncoder => options.memory_options.text_streamed,
             _ => options.memory_options.denoiser_streamed,
         };
-        let weights =
-            Weights::from_index(opened(&index, info.role, options), options.dtype, &options.device).streamed(streamed);
+        let weights = Weights::from_index(
+            needed_tensors(&index, info.role, options),
+            options.dtype,
+            &options.device,
+        )
+        .streamed(streamed);
         let layers = Box::new(build(&weights)?);
         check_types_of_built(&index, &weights)?;
         self.parts.push(AdaptedPart { info, index, layers });

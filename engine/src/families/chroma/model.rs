@@ -4,8 +4,9 @@ use super::text::{CONTEXT, ChromaTextEncoder, LENGTHS};
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{AdapterNames, Family, Model, ModelWriter, Part, SaveOptions};
+use crate::families::model::{Family, Model, ModelWriter, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::part::{AdapterNames, Part, PartInfo};
 use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, read_saved};
@@ -17,6 +18,15 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// The transformer, to whose layers adapters are added.
+pub(super) const DENOISER: PartInfo = PartInfo {
+    id: "transformer",
+    role: PartRole::Denoiser,
+    lora_prefix: "transformer",
+    lora_names: AdapterNames::Peft,
+    block_lists: &["transformer_blocks", "single_transformer_blocks"],
+};
 
 /// Chroma1-HD, Chroma1-Base and models with the same tensors.
 #[derive(Clone, Debug)]
@@ -72,14 +82,7 @@ impl Model for ChromaModel {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        vec![Part {
-            id: "transformer",
-            role: PartRole::Denoiser,
-            lora_prefix: "transformer",
-            lora_names: AdapterNames::Peft,
-            block_lists: &["transformer_blocks", "single_transformer_blocks"],
-            layers: &mut self.transformer,
-        }]
+        vec![DENOISER.with(&mut self.transformer)]
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {

@@ -2,7 +2,8 @@
 
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Part, TextEncoders};
+use crate::families::model::TextEncoders;
+use crate::families::part::Part;
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use candle_core::{Device, Tensor};
 
