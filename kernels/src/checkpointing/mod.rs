@@ -127,7 +127,16 @@ impl BlockSequence {
     ///
     /// # Errors
     /// The error of a block, with its name as context.
-    pub fn run(mut self, checkpointing: Checkpointing, result: Value) -> Result<Tensor> {
+    pub fn run(self, checkpointing: Checkpointing, result: Value) -> Result<Tensor> {
+        let mut results = self.run_all(checkpointing, &[result])?;
+        require(results.pop())
+    }
+
+    /// Runs all blocks and returns `results`, in their order: as [`Self::run`], for a model with several outputs.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_all(mut self, checkpointing: Checkpointing, results: &[Value]) -> Result<Vec<Tensor>> {
         let segment_len = match checkpointing {
             Checkpointing::Off => 1,
             Checkpointing::Segments { blocks } => blocks.max(1),
@@ -138,7 +147,9 @@ impl BlockSequence {
                 last_use_of[value.0] = index;
             }
         }
-        last_use_of[result.0] = usize::MAX;
+        for result in results {
+            last_use_of[result.0] = usize::MAX;
+        }
         for (segment_index, blocks) in self.blocks.chunks(segment_len).enumerate() {
             let segment_end = segment_index * segment_len + blocks.len();
             let segment = Segment::new(blocks, |value| last_use_of[value.0] >= segment_end);
@@ -158,7 +169,10 @@ impl BlockSequence {
                 }
             }
         }
-        require(self.values[result.0].take())
+        results
+            .iter()
+            .map(|result| require(self.values[result.0].clone()))
+            .collect()
     }
 }
 

@@ -158,3 +158,40 @@ crate::testing::in_portable_mode! {
     without_a_tape_nothing_is_recomputed_and_candles_backward_pass_works,
     blocks_run_again_only_if_a_tensor_is_trainable,
 }
+
+/// A sequence whose blocks in the middle are results too: each is there, and its gradients are those without checkpointing.
+#[test]
+fn several_results_are_those_of_their_blocks() {
+    let toy = Toy::new();
+    let run = |checkpointing| {
+        let forward = || -> candle_core::Result<Vec<Tensor>> {
+            let mut sequence = BlockSequence::new();
+            let mut x = sequence.input(toy.input.as_tensor().clone());
+            let mut results = vec![x];
+            for var in &toy.vars {
+                let w = var.as_tensor().clone();
+                x = sequence.add("step", [x], move |[x]| x.matmul(&w)?.tanh());
+                results.push(x);
+            }
+            sequence.run_all(checkpointing, &results)
+        };
+        let (loss, grads) = gradients(|| {
+            let results = forward()?;
+            assert_eq!(results.len(), 5);
+            let squares = results.iter().map(|result| result.sqr()?.mean_all());
+            squares.reduce(|a, b| a? + b?).unwrap()
+        })
+        .unwrap();
+        let vars = toy.vars.iter().chain([&toy.input]);
+        let grads: Vec<Tensor> = vars.map(|v| grads.get(v.as_tensor()).unwrap().clone()).collect();
+        (loss.to_scalar::<f32>().unwrap(), grads)
+    };
+    let (loss, grads) = run(Checkpointing::Off);
+    for blocks in [1, 2, 3, 100] {
+        let (recomputed_loss, recomputed_grads) = run(Checkpointing::Segments { blocks });
+        assert_eq!(loss, recomputed_loss, "{blocks} blocks together");
+        for (a, b) in recomputed_grads.iter().zip(&grads) {
+            assert!(gap(a, b) < 1e-6, "{blocks} blocks together: {}", gap(a, b));
+        }
+    }
+}

@@ -227,17 +227,23 @@ fn bad_file(path: &Path, reason: String) -> EngineError {
 /// # Errors
 /// When the tensor cannot be created on the device.
 pub fn to_tensor(image: &RgbImage, device: &Device) -> Result<Tensor> {
+    channels_first(image, device, |byte| 2.0 * (f32::from(byte) / 255.0) - 1.0)
+}
+
+/// Converts an image to a tensor [3, height, width] in 0 ..= 1, as torchvision's `ToTensor` does.
+///
+/// # Errors
+/// When the tensor cannot be created on the device.
+pub fn to_unit_tensor(image: &RgbImage, device: &Device) -> Result<Tensor> {
+    channels_first(image, device, |byte| f32::from(byte) / 255.0)
+}
+
+fn channels_first(image: &RgbImage, device: &Device, value: impl Fn(u8) -> f32) -> Result<Tensor> {
     let (width, height) = (image.width() as usize, image.height() as usize);
     let bytes = image.as_raw();
     let mut data = Vec::with_capacity(bytes.len());
     for channel in 0..3 {
-        data.extend(
-            bytes
-                .iter()
-                .skip(channel)
-                .step_by(3)
-                .map(|b| 2.0 * (f32::from(*b) / 255.0) - 1.0),
-        );
+        data.extend(bytes.iter().skip(channel).step_by(3).map(|byte| value(*byte)));
     }
     Ok(Tensor::from_vec(data, (3, height, width), &Device::Cpu)?.to_device(device)?)
 }
