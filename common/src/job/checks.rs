@@ -32,8 +32,9 @@ impl TrainerProcess {
                 Some(_) => {}
             }
         }
-        // A textual inversion trains its word, whatever these say.
-        if !train.train_unet && !train.train_text_encoder && self.embedding.is_none() {
+        // A textual inversion trains its word, and an adapter is trained, whatever these say.
+        let trains_other = self.embedding.is_some() || self.adapter.is_some();
+        if !train.train_unet && !train.train_text_encoder && !trains_other {
             cx.error_at(
                 "train.train_unet",
                 "is off, and so is `train_text_encoder`: there is nothing to train",
@@ -74,7 +75,7 @@ impl TrainerProcess {
         let sets = self.datasets.iter().enumerate();
         let of_sets = sets.map(|(index, set)| (set.prior_reg, format!("datasets[{index}].prior_reg")));
         for (on, key) in uses_base.into_iter().chain(of_sets) {
-            if on && self.trains_whole_model() {
+            if on && (self.trains_whole_model() || self.adapter.is_some()) {
                 cx.error_at(
                     &key,
                     "needs a `network`: it compares with what the model predicts without it",

@@ -1,4 +1,4 @@
-//! Checks that models which change an image get one, and that no other model does.
+//! Checks that models which change an image get one, and trainings of an adapter, and that no others do.
 
 use super::dataset::DatasetConfig;
 use super::process::{ProcessKind, TrainerProcess};
@@ -7,14 +7,15 @@ use super::read_context::join;
 use super::schema::SupportReport;
 
 /// Which models take control images, for messages.
-const WHO_TAKES_ONE: &str = "only FLUX.1 Kontext (`arch: flux_kontext`) takes control images";
+const WHO_TAKES_ONE: &str =
+    "only FLUX.1 Kontext (`arch: flux_kontext`) and trainings of an `adapter` take control images";
 
 /// Reports control images of data sets and samples that the process does not use, and samples without the control image that the
 /// model needs.
 pub(super) fn check_control_process(process: &ProcessKind, path: &str, report: &mut SupportReport) {
     match process {
         ProcessKind::Train(process) => {
-            if !process.model.arch.name.takes_control_image() {
+            if !process.takes_control_images() {
                 let message = format!(
                     "`arch: {}` is trained without them: {WHO_TAKES_ONE}",
                     process.model.arch.name
@@ -50,14 +51,27 @@ fn check_no_control_folders(datasets: &[DatasetConfig], path: &str, message: &st
 
 /// Reports samples of a training without the control image that the model needs, or with one that it does not take.
 fn check_samples(process: &TrainerProcess, path: &str, report: &mut SupportReport) {
-    let takes_control = process.model.arch.name.takes_control_image();
+    let takes_control = process.takes_control_images();
+    // Samples without one get one of the adapter's.
+    let has_own = process
+        .adapter
+        .as_ref()
+        .is_some_and(|adapter| !adapter.test_img_path.is_empty());
     process.for_each_sample(path, &mut |key, prompt_key, item| {
         let flag = PromptFlags::parse(&item.prompt).ctrl_img;
         let has_control = flag
             .as_ref()
             .or(item.ctrl_img.as_ref())
             .is_some_and(|path| !path.is_empty());
-        if takes_control && !has_control && !process.train.disable_sampling {
+        if takes_control && !has_control && process.adapter.is_some() {
+            if !has_own && !process.train.disable_sampling {
+                report.error(
+                    prompt_key,
+                    "the sample has no control image, which an `adapter` needs: add the flag `--ctrl_img PATH` to the prompt, the key \
+                     `ctrl_img` to the entry of `samples`, or `adapter.test_img_path`; or set `train.disable_sampling: true`",
+                );
+            }
+        } else if takes_control && !has_control && !process.train.disable_sampling {
             report.error(
                 prompt_key,
                 "the sample has no image to change, which FLUX.1 Kontext needs: add the flag `--ctrl_img PATH` to the prompt, or the key \

@@ -180,7 +180,7 @@ section! {
         cache_text_embeddings: bool = false, Works;
         /// Cache CLIP image embeddings.
         cache_clip_vision_to_disk: bool = false, DependsOn("adapter");
-        /// Folder of control images (FLUX.1 Kontext): for each image a file of the same stem, scaled and cropped like the image. Of
+        /// Folder of control images (FLUX.1 Kontext, `adapter`): for each image a file of the same stem, scaled and cropped like the image. Of
         /// several folders, exactly one has the file.
         control_path: OneOrMany<String> = OneOrMany(Vec::new()), Works, input ControlImages;
         /// The first control folder, as the web UI writes it; `control_path_1` to `control_path_3` replace `control_path`.

@@ -6,17 +6,18 @@ use super::process_type::ProcessType;
 use super::schema::ReadContext;
 
 impl TrainerProcess {
-    /// Whether the model's own weights are trained: a full fine-tune, without a network or an embedding.
+    /// Whether the model's own weights are trained: a full fine-tune, without a network, an embedding or an adapter.
     #[must_use]
     pub fn trains_whole_model(&self) -> bool {
-        self.network.is_none() && self.embedding.is_none()
+        self.network.is_none() && self.embedding.is_none() && self.adapter.is_none()
     }
 
     /// The learning rate.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {
         let of_embedding = self.train.embedding_lr.filter(|_| self.embedding.is_some());
-        of_embedding.unwrap_or(self.train.lr)
+        let of_adapter = self.train.adapter_lr.filter(|_| self.adapter.is_some());
+        of_embedding.or(of_adapter).unwrap_or(self.train.lr)
     }
 
     /// What replaces `[trigger]` in the prompts of samples.

@@ -145,6 +145,7 @@ impl JobSpec {
     pub(super) fn check_flag_support(&self, report: &mut SupportReport) {
         for (index, process) in self.process.iter().enumerate() {
             let path = format!("config.process[{index}]");
+            let has_adapter = matches!(&process.kind, ProcessKind::Train(process) if process.adapter.is_some());
             check_control_process(&process.kind, &path, report);
             for_each_prompt(&process.kind, &path, &mut |key, text| {
                 let flags = PromptFlags::parse(text);
@@ -152,7 +153,7 @@ impl JobSpec {
                 if let Some(refused) = flags.refused() {
                     report.error(key.as_str(), refused);
                 }
-                for message in flags.without_effect() {
+                for message in flags.without_effect(has_adapter) {
                     report.warn(key.as_str(), message);
                 }
             });

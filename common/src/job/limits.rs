@@ -55,6 +55,10 @@ pub const MAX_MULTIRES: u32 = 64;
 /// Entries of `datasets[].excluded_images`.
 pub const MAX_EXCLUDED_IMAGES: usize = 100_000;
 
+/// Blocks of an adapter, and residual blocks of each.
+pub const MAX_ADAPTER_BLOCKS: usize = 64;
+/// Channels of a block of an adapter: those of published U-Nets have 1280.
+pub const MAX_ADAPTER_CHANNELS: u32 = 16_384;
 /// Entries of `network.layer_ranks`.
 pub const MAX_LAYER_RANKS: usize = 1_024;
 

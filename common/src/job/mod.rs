@@ -3,6 +3,8 @@
 //! Each section is declared once, in the file of its name (see [`schema`]). That declaration generates the section's type, its
 //! reader, its documentation and its checks in [`JobSpec::unsupported`].
 
+pub mod adapter;
+mod adapter_checks;
 pub mod arch;
 pub mod augmentation;
 mod augmentation_params;

@@ -38,7 +38,7 @@ impl JobSpec {
             return Err("`train.disable_sampling` of its config is true, so it makes no samples".to_owned());
         }
         let has_prompts = |training: &&TrainerProcess| {
-            !training.train.disable_sampling && !training.sample.requests(training.sample_trigger()).is_empty()
+            !training.train.disable_sampling && !training.sample_requests(&training.sample).is_empty()
         };
         if !trainings.iter().any(has_prompts) {
             return Err("the section `sample` of its config has no prompts, so there is nothing to sample".to_owned());

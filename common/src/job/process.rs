@@ -1,5 +1,6 @@
 //! `config.process`: the processes that a job runs, in order.
 
+use super::adapter::AdapterConfig;
 use super::arch::ArchName;
 use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
@@ -51,7 +52,7 @@ section! {
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`.
+        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`, or the network of `adapter`.
         network: Option<NetworkConfig> = None, Works;
         /// The training loop.
         train: TrainConfig = TrainConfig::default(), Works;
@@ -69,6 +70,9 @@ section! {
         datasets: Vec<DatasetConfig> = Vec::new(), Works;
         /// Textual inversion: train a new word instead of the model. Stable Diffusion 1.x, 2.x and SDXL.
         embedding: Option<EmbeddingConfig> = None, Works;
+        /// Train a network beside the U-Net that conditions it on control images: a T2I-Adapter or a ControlNet. Stable Diffusion 1.x,
+        /// 2.x and SDXL.
+        adapter: Option<AdapterConfig> = None, Works;
         /// What a slider changes: `type: concept_slider`, `slider`, `image_reference_slider_trainer`, `ultimate_slider_trainer`.
         slider: Option<SliderConfig> = None, Works;
         /// `concept_replacer` only.
@@ -84,7 +88,6 @@ section! {
     }
     rare {
         "torch_profiler" => Ignored("no torch profiler");
-        "adapter" => Refused("no adapters");
         "decorator" => Refused("no decorators");
         "rescale" => DependsOn("type: rescale_sd");
     }
@@ -135,8 +138,12 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         let message = format!("is only for flow models, and `arch: {arch}` is a diffusion model: it has no effect");
         report.warn(join(path, &format!("train.{key}")), message);
     }
-    if process.train.validation_config.is_some() && arch.takes_control_image() {
-        let message = format!("has no control images, which `arch: {arch}` needs: remove it");
+    if process.train.validation_config.is_some() && process.takes_control_images() {
+        let who = match process.adapter.is_some() {
+            true => "an `adapter`".to_owned(),
+            false => format!("`arch: {arch}`"),
+        };
+        let message = format!("has no control images, which {who} needs: remove it");
         report.error(join(path, "train.validation_config"), message);
     }
     if let Some(network) = &process.network
@@ -325,6 +332,7 @@ fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut
     }
     process.finish_slider(cx);
     process.check_embedding(cx);
+    process.check_adapter(cx);
     process.check_combinations(cx);
 }
 

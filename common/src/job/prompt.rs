@@ -74,11 +74,11 @@ impl PromptFlags {
         frames.then_some("the prompt's flag `--frames`: no video models yet")
     }
 
-    /// One message for each known flag that has no effect.
+    /// One message for each known flag that has no effect. `has_adapter`: an `adapter` is trained, whose strength is `--a`.
     #[must_use]
-    pub fn without_effect(&self) -> Vec<String> {
+    pub fn without_effect(&self, has_adapter: bool) -> Vec<String> {
         let flags = [
-            ("a", self.adapter_conditioning_scale.is_some()),
+            ("a", self.adapter_conditioning_scale.is_some() && !has_adapter),
             ("ref", self.refiner_start_at.is_some()),
             ("ev", self.extra_values.is_some()),
             ("fps", self.fps.is_some()),
@@ -164,7 +164,7 @@ impl PromptFileReport {
             report
                 .errors
                 .extend(flags.problems.iter().cloned().chain(refused).map(at));
-            let warnings = flags.dropped().into_iter().chain(flags.without_effect());
+            let warnings = flags.dropped().into_iter().chain(flags.without_effect(false));
             report.warnings.extend(warnings.map(at));
         }
         report

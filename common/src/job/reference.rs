@@ -1,6 +1,7 @@
 //! Generates `docs/config-keys.md`: every key, its meaning and its status in this release. Generated from the declarations that
 //! read configs; a test checks that the file is up to date.
 
+use super::adapter::AdapterConfig;
 use super::caption::{CaptionConfig, CaptionProcess};
 use super::cluster::ClusterConfig;
 use super::dataset::DatasetConfig;
@@ -111,6 +112,7 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
             false,
         ),
         ("`embedding`", EmbeddingConfig::describe(), false),
+        ("`adapter`", AdapterConfig::describe(), false),
         ("`slider`", SliderConfig::describe(), false),
         ("`slider.targets[]`", SliderTarget::describe(), false),
         ("`slider.anchors[]`", SliderAnchor::describe(), false),

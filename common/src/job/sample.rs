@@ -29,7 +29,7 @@ section! {
         num_frames: Option<u32> = None, Refused("no video models yet");
         /// LoRA strength.
         network_multiplier: Option<Float> = None, Works;
-        /// Control image (FLUX.1 Kontext): the image that the prompt changes.
+        /// Control image: with FLUX.1 Kontext the image that the prompt changes, with `adapter` what the image is conditioned on.
         ctrl_img: Option<String> = None, Works, input ControlImages;
         /// Index of the control.
         ctrl_idx: u32 = 0, DependsOn("ctrl_img_1");
@@ -106,7 +106,7 @@ section! {
         num_frames: u32 = 1, Refused("no video models yet");
         /// Video frames per second.
         fps: u32 = 16, DependsOn("num_frames");
-        /// Adapter strength.
+        /// Strength of `adapter`.
         adapter_conditioning_scale: f64 = 1.0, DependsOn("adapter");
         /// Where the SDXL refiner takes over.
         refiner_start_at: f64 = 0.5, DependsOn("model.refiner_name_or_path");

@@ -2,6 +2,7 @@
 //! generation. The total is that of the largest phase.
 
 mod conditions;
+mod image_adapter;
 mod layer_ranks;
 mod phases;
 mod training;
@@ -23,7 +24,7 @@ use super::shapes::ModelShapes;
 use super::walk::build::{
     AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, MagnitudeSide, StoredFractions, WeightTotals,
 };
-use super::walk::{Backend, Denoiser, Form, LanguageEncoder, MetaTensor, TextEncoder, Vae, Walk};
+use super::walk::{Backend, Denoiser, Form, ImageAdapter, LanguageEncoder, MetaTensor, TextEncoder, Vae, Walk};
 use crate::job::lokr::LokrSplits;
 use crate::job::lora_containers::target_classes;
 use crate::job::network::LOKR_FULL_RANK;
@@ -79,6 +80,8 @@ struct Model {
     text: Vec<TextEncoder>,
     language: Option<LanguageEncoder>,
     denoiser: Denoiser,
+    /// A network beside the denoiser that is trained; its trained tensors are among those of the denoiser.
+    image_adapter: Option<ImageAdapter>,
     vae: Vae,
     /// Those of the text encoders, the denoiser and the autoencoder.
     weights: [WeightTotals; 3],
@@ -115,7 +118,7 @@ impl<'a> Job<'a> {
             shapes,
             counts,
             is_full: kind == WorkKind::Training
-                && ["network", "embedding"]
+                && ["network", "embedding", "adapter"]
                     .iter()
                     .all(|key| body.get(*key).is_none_or(Value::is_null)),
             optimizer: facts_of(body),
@@ -193,6 +196,7 @@ impl<'a> Job<'a> {
         let key = |key: &str, usual: bool| self.body.pointer(key).and_then(Value::as_bool).unwrap_or(usual);
         match self.kind {
             WorkKind::Training if self.learned_vectors() > 0.0 => [false, true],
+            WorkKind::Training if self.trains_image_adapter() => [false; 2],
             WorkKind::Training => [key("/train/train_unet", true), key("/train/train_text_encoder", false)],
             WorkKind::Generation => [false; 2],
         }
@@ -375,16 +379,19 @@ impl<'a> Job<'a> {
             .extend(never_quantised.map(|&name| name.to_owned()));
         let mut builder = Builder::new(denoiser_options, index);
         let denoiser = Denoiser::new(&mut builder, &self.shapes);
-        let denoiser_weights = std::mem::take(&mut builder.weights);
+        let mut denoiser_weights = std::mem::take(&mut builder.weights);
         let stored = fractions(counts.vae_stored, counts.vae as f64);
         let mut vae_options = component(false, options.vae_streamed, None, stored, ("", LoraLayers::All));
         vae_options.width = self.vae_backend(backend).width;
         let mut builder = Builder::new(vae_options, builder.last_index());
         let vae = Vae::new(&mut builder, &self.shapes.vae);
+        let at = (builder.last_index(), vae.scale());
+        let image_adapter = self.image_adapter(&mut denoiser_weights, at, backend);
         Model {
             text,
             language,
             denoiser,
+            image_adapter,
             vae,
             weights: [text_weights, denoiser_weights, builder.weights],
         }
@@ -583,6 +590,7 @@ impl<'a> Job<'a> {
         let latents = self.latents(&walk, model, side, batch);
         let conditions = self.conditions(&walk, if guided { 2.0 } else { 1.0 }, &latents, prompt_tokens);
         let passed = conditions.of_items(&walk, batch);
+        let passed = self.with_image_adapter(&walk, model, &latents, passed, false);
         model.denoiser.forward(&walk, &latents, &passed, false);
         drop((latents, conditions, passed));
         walk

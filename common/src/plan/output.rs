@@ -195,4 +195,49 @@ mod tests {
         let save = output.save_bytes.unwrap();
         assert!((2_000_000_000..2_300_000_000).contains(&save), "{save}");
     }
+
+    /// The parameters are those of diffusers' `T2IAdapter` and `ControlNetModel` for the published models.
+    #[test]
+    fn the_save_of_an_adapter_has_the_parameters_of_diffusers() {
+        use crate::job::adapter::{AdapterConfig, AdapterType, T2iNetwork};
+        use crate::job::arch::{Arch, ArchName};
+        let of = |arch: ArchName, adapter: AdapterConfig| {
+            let mut process = lora(10, 0);
+            process.network = None;
+            process.model.arch = Arch::from(arch);
+            process.adapter = Some(adapter);
+            RunOutput::of(&process, None)
+        };
+        let t2i = |network: T2iNetwork, channels: &[u32], resnets: u32, factor: u32| AdapterConfig {
+            train: true,
+            adapter_type: network,
+            channels: channels.to_vec(),
+            num_res_blocks: resnets,
+            downscale_factor: factor,
+            ..AdapterConfig::default()
+        };
+        let control_net = AdapterConfig {
+            kind: AdapterType::ControlNet,
+            train: true,
+            ..AdapterConfig::default()
+        };
+        let (full, light) = (T2iNetwork::FullAdapter, T2iNetwork::LightAdapter);
+        for (arch, adapter, parameters) in [
+            (ArchName::Sd1, t2i(full, &[320, 640, 1280, 1280], 2, 8), 77_369_280),
+            (ArchName::Sd1, t2i(light, &[320, 640, 1280], 4, 8), 18_689_200),
+            (ArchName::Sdxl, t2i(full, &[320, 640, 1280, 1280], 2, 16), 79_028_160),
+            (ArchName::Sd1, control_net.clone(), 361_279_120),
+            (ArchName::Sdxl, control_net, 1_251_014_160),
+        ] {
+            let kind = adapter.kind;
+            let output = of(arch, adapter);
+            assert_eq!(
+                output.save_bytes.unwrap(),
+                HEADER_BYTES + 2 * parameters,
+                "{kind} of {arch}"
+            );
+            // Weights and two moments.
+            assert!(output.state_bytes.unwrap() > 12 * parameters, "{kind} of {arch}");
+        }
+    }
 }

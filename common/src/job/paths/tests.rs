@@ -137,6 +137,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "train.attention_backend",
             "slider.use_adapter",
             "slider.prompt_tensors",
+            "adapter.image_dir",
         ],
     ),
     // The feature that uses them is refused at submission. Move a key up when the engine supports it.

@@ -183,3 +183,30 @@ fn a_training_with_guidance_predicts_twice() {
         "{guided} {plain}"
     );
 }
+
+/// Weights and gradients in float32 and two moments in 8 bits of each parameter, beside the model and its activations.
+#[test]
+fn an_adapter_takes_the_memory_of_its_parameters_and_of_its_passes() {
+    let demand = |adapter: Value| {
+        let mut job = lora("sd1", 512, "float32", 4);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["network"] = Value::Null;
+        body["adapter"] = adapter;
+        Demand::of_job(&job, None, &[]).unwrap()
+    };
+    let need = |demand: &Demand| {
+        let memory = demand.memory.unwrap();
+        memory.under(MemoryProfile::CpuOnly, DeviceKind::Cpu) as f64 / GIB
+    };
+    let t2i = |resnets: u32| demand(json!({"type": "t2i", "train": true, "num_res_blocks": resnets}));
+    let (small, large, control_net) = (t2i(2), t2i(4), demand(json!({"type": "control_net", "train": true})));
+    // 76 million parameters more, with 10 bytes each, and the activations of their blocks.
+    let more = need(&large) - need(&small);
+    assert!((0.6..2.5).contains(&more), "{more} GiB more");
+    // 361 million parameters instead of 77.
+    let more = need(&control_net) - need(&small);
+    assert!(more > 2.4, "{more} GiB more");
+    // Its blocks are a third of the U-Net, whose weights have no gradients.
+    let work = control_net.passes() / small.passes();
+    assert!((1.2..2.0).contains(&work), "{work} times the work");
+}

@@ -86,6 +86,7 @@ impl Job<'_> {
             masks_padding: self.masks_padding(),
             // As many as those of the image.
             control: self.has_control().then_some(height * width / 4.0),
+            residuals: Default::default(),
         }
     }
 

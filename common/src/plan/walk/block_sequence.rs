@@ -57,14 +57,21 @@ impl BlockSequence {
     }
 
     /// Runs all blocks. Each tensor is freed after the last block that reads it.
-    pub(super) fn run(mut self, walk: &Walk, checkpointed: bool, result: Value) -> Option<MetaTensor> {
+    pub(super) fn run(self, walk: &Walk, checkpointed: bool, result: Value) -> Option<MetaTensor> {
+        self.run_all(walk, checkpointed, &[result])?.pop()
+    }
+
+    /// As [`Self::run`], for a model with several results.
+    pub(super) fn run_all(mut self, walk: &Walk, checkpointed: bool, results: &[Value]) -> Option<Vec<MetaTensor>> {
         let mut last_use_of = vec![0; self.values.len()];
         for (index, block) in self.blocks.iter().enumerate() {
             for value in &block.inputs {
                 last_use_of[value.0] = index;
             }
         }
-        last_use_of[result.0] = usize::MAX;
+        for result in results {
+            last_use_of[result.0] = usize::MAX;
+        }
         for (index, block) in std::mem::take(&mut self.blocks).into_iter().enumerate() {
             let inputs = block.inputs.iter().map(|value| self.values[value.0].clone());
             let inputs: Vec<MetaTensor> = inputs.collect::<Option<_>>()?;
@@ -82,6 +89,6 @@ impl BlockSequence {
                 }
             }
         }
-        self.values[result.0].take()
+        results.iter().map(|result| self.values[result.0].clone()).collect()
     }
 }

@@ -1,6 +1,7 @@
 //! What denoisers are conditioned on.
 
 use super::meter::MetaTensor;
+use super::unet::Residuals;
 
 /// What a denoiser is conditioned on besides the timestep.
 #[derive(Clone)]
@@ -15,4 +16,6 @@ pub(in crate::plan) struct Conditions {
     pub(in crate::plan) masks_padding: bool,
     /// Tokens of a control image.
     pub(in crate::plan) control: Option<f64>,
+    /// What a network beside a U-Net adds to its features.
+    pub(in crate::plan) residuals: Residuals,
 }

@@ -41,7 +41,7 @@ impl Denoiser {
         checkpointed: bool,
     ) -> Option<MetaTensor> {
         match self {
-            Self::UNet(unet) => unet.forward(walk, latents, &conditions.text, checkpointed),
+            Self::UNet(unet) => unet.forward(walk, latents, (&conditions.text, &conditions.residuals), checkpointed),
             Self::Chroma(chroma) => chroma.forward(walk, latents, conditions, checkpointed),
             Self::Flux(flux) => flux.forward(walk, latents, conditions, checkpointed),
             Self::Sd3(sd3) => sd3.forward(walk, latents, conditions, checkpointed),

@@ -3,7 +3,7 @@
 use super::build::{AdapterOptions, Builder, ComponentOptions};
 use super::meter::MetaTensor;
 use super::tensors::{Activation, NormActivation};
-use super::{Backend, Form, UNet, Vae, Walk};
+use super::{Backend, Form, Residuals, UNet, Vae, Walk};
 use crate::plan::names::NameFilter;
 use crate::plan::shapes::{BlockShapes, UNetShapes, VaeShapes};
 
@@ -93,8 +93,10 @@ fn everything_is_freed_after_a_pass() {
             let walk = Walk::new(Backend { width, form });
             {
                 let [sample, context] = inputs(&walk, 16.0, 1.0);
-                let gradients =
-                    walk.forward_backward(false, || unet.forward(&walk, &sample, &context, checkpointed).unwrap());
+                let gradients = walk.forward_backward(false, || {
+                    unet.forward(&walk, &sample, (&context, &Residuals::default()), checkpointed)
+                        .unwrap()
+                });
                 let bytes: f64 = gradients.values().map(|gradient| 4.0 * gradient.elements()).sum();
                 let trained: f64 = builder.weights.trained.iter().map(|tensor| 4.0 * tensor.elements).sum();
                 assert_eq!(
@@ -119,7 +121,8 @@ fn half_the_bytes_per_number_are_not_half_the_memory() {
             form: Form::Metal,
         });
         let [sample, context] = inputs(&walk, side, 1.0);
-        unet.forward(&walk, &sample, &context, false).unwrap();
+        unet.forward(&walk, &sample, (&context, &Residuals::default()), false)
+            .unwrap();
         walk.peak()
     };
     let ratio = peak(2.0, 64.0) / peak(4.0, 64.0);
@@ -135,7 +138,10 @@ fn checkpointing_keeps_less_and_larger_inputs_take_more() {
     let peak = |side: f64, batch: f64, checkpointed: bool| {
         let walk = Walk::new(CPU);
         let [sample, context] = inputs(&walk, side, batch);
-        walk.forward_backward(false, || unet.forward(&walk, &sample, &context, checkpointed).unwrap());
+        walk.forward_backward(false, || {
+            unet.forward(&walk, &sample, (&context, &Residuals::default()), checkpointed)
+                .unwrap()
+        });
         walk.peak()
     };
     assert!(peak(32.0, 1.0, true) < 0.6 * peak(32.0, 1.0, false));
@@ -149,7 +155,8 @@ fn a_pass_without_gradients_takes_most_in_its_widest_step() {
     let unet = UNet::new(&mut builder, &unet_shapes());
     let walk = Walk::new(CPU);
     let [sample, context] = inputs(&walk, 64.0, 1.0);
-    unet.forward(&walk, &sample, &context, false).unwrap();
+    unet.forward(&walk, &sample, (&context, &Residuals::default()), false)
+        .unwrap();
     // In tensors of the first block: the widest step has the input, the hidden layer of the MLP of 8 times its width, half of
     // it, and what is left of the block.
     let tensors = walk.peak() / (4.0 * 32.0 * 64.0 * 64.0);

@@ -49,6 +49,7 @@ fn inputs(walk: &Walk, shapes: &ModelShapes, side: f64, batch: f64) -> (MetaTens
         prompt_tokens: 40.0,
         masks_padding: false,
         control: None,
+        residuals: Default::default(),
     };
     (walk.tensor([batch, 16.0, side, side], false), conditions)
 }

@@ -253,9 +253,9 @@ impl Layers {
 }
 
 #[derive(Clone, Copy)]
-struct Conditioning {
-    time: Value,
-    context: Value,
+pub(super) struct Conditioning {
+    pub(super) time: Value,
+    pub(super) context: Value,
 }
 
 struct Block {
@@ -264,21 +264,15 @@ struct Block {
     sampler: Option<Rc<Layer>>,
 }
 
-/// The U-Net.
-pub(in crate::plan) struct UNet {
-    shapes: UNetShapes,
-    conv_in: Layer,
-    time: [Layer; 2],
-    additional: Option<[Layer; 2]>,
-    down: Vec<Block>,
+/// The down blocks and the middle block, which a ControlNet has too.
+pub(super) struct Down {
+    blocks: Vec<Block>,
     mid: Option<Layers>,
-    up: Vec<Block>,
-    norm_out: Norm,
-    conv_out: Layer,
+    padding: f64,
 }
 
-impl UNet {
-    pub(in crate::plan) fn new(b: &mut Builder, shapes: &UNetShapes) -> Self {
+impl Down {
+    pub(super) fn new(b: &mut Builder, shapes: &UNetShapes) -> Self {
         let blocks = shapes.blocks();
         let (last, first) = (blocks.len() - 1, f64::from(blocks[0].channels));
         let channels = |i: usize| f64::from(blocks[i.min(last)].channels);
@@ -323,6 +317,99 @@ impl UNet {
             let attentions = vec![Rc::new(Transformer::new(b, "mid_block.attentions.0", shapes, last))];
             Layers { resnets, attentions }
         });
+        Self {
+            blocks: down,
+            mid,
+            padding: f64::from(shapes.downsample_padding),
+        }
+    }
+
+    /// Appends the down blocks: each intermediate result is added to `skips`, with its size. `residuals`: what a T2I-Adapter adds in each block.
+    pub(super) fn add_blocks(
+        &self,
+        sequence: &mut BlockSequence,
+        skips: &mut Vec<(Value, [f64; 2])>,
+        c: Conditioning,
+        residuals: &mut dyn Iterator<Item = Value>,
+    ) -> Option<()> {
+        for block in &self.blocks {
+            let &(mut x, mut size) = skips.last()?;
+            let mut residual = residuals.next();
+            let count = block.layers.resnets.len();
+            for i in 0..count {
+                x = block.layers.step(i, sequence, x, None, c);
+                let is_last = i + 1 == count && (!block.layers.attentions.is_empty() || block.sampler.is_none());
+                if let Some(residual) = residual.take_if(|_| is_last) {
+                    x = add_residual(sequence, x, residual);
+                }
+                skips.push((x, size));
+            }
+            if let Some(sampler) = block.sampler.clone() {
+                let added = (2.0 * self.padding).max(1.0);
+                size = size.map(|side| ((side + added - 3.0).max(0.0) / 2.0).floor() + 1.0);
+                x = sequence.add(&[x], move |walk, inputs| downsample(walk, &sampler, &inputs[0]));
+                if let Some(residual) = residual {
+                    x = add_residual(sequence, x, residual);
+                }
+                skips.push((x, size));
+            }
+        }
+        Some(())
+    }
+
+    /// Appends the middle block, if there is one.
+    pub(super) fn add_middle(&self, sequence: &mut BlockSequence, x: Value, c: Conditioning) -> Value {
+        let Some(mid) = &self.mid else { return x };
+        let x = mid.step(0, sequence, x, None, c);
+        let resnet = Rc::clone(&mid.resnets[1]);
+        sequence.add(&[x, c.time], move |walk, inputs| {
+            resnet.forward(walk, &inputs[0], inputs.get(1))
+        })
+    }
+}
+
+/// Appends the addition of what a network beside the U-Net adds.
+fn add_residual(sequence: &mut BlockSequence, x: Value, residual: Value) -> Value {
+    sequence.add(&[x, residual], |walk, inputs| match inputs {
+        [x, residual] => walk.add(x, &converted(walk, residual, x.dims)),
+        other => other[0].clone(),
+    })
+}
+
+/// A residual in the dtype of the features to which it is added: networks beside the U-Net compute in float32.
+fn converted(walk: &Walk, residual: &MetaTensor, dims: [f64; 4]) -> MetaTensor {
+    match residual.dims == dims {
+        true => residual.clone(),
+        false => walk.rearranged(residual, dims),
+    }
+}
+
+/// What networks beside the U-Net add to its features, as `UNetResiduals` of the engine.
+#[derive(Clone, Default)]
+pub(in crate::plan) struct Residuals {
+    pub(super) in_blocks: Vec<MetaTensor>,
+    pub(super) skips: Vec<MetaTensor>,
+    pub(super) middle: Option<MetaTensor>,
+}
+
+/// The U-Net.
+pub(in crate::plan) struct UNet {
+    conv_in: Layer,
+    time: [Layer; 2],
+    additional: Option<[Layer; 2]>,
+    down: Down,
+    up: Vec<Block>,
+    norm_out: Norm,
+    conv_out: Layer,
+}
+
+impl UNet {
+    pub(in crate::plan) fn new(b: &mut Builder, shapes: &UNetShapes) -> Self {
+        let blocks = shapes.blocks();
+        let (last, first) = (blocks.len() - 1, f64::from(blocks[0].channels));
+        let channels = |i: usize| f64::from(blocks[i.min(last)].channels);
+        let time = 4.0 * first;
+        let down = Down::new(b, shapes);
         let mut up = Vec::new();
         for i in 0..blocks.len() {
             let (name, at) = (format!("up_blocks.{i}"), last - i);
@@ -379,33 +466,27 @@ impl UNet {
                 ]
             }),
             down,
-            mid,
             up,
             norm_out: b.norm("conv_norm_out", first),
             conv_out: b.layer(
                 "conv_out",
                 ends(blocks[0].channels, shapes.out_channels, shapes.conv_out_kernel),
             ),
-            shapes: *shapes,
         }
     }
 
-    /// A pass over latents [batch, channels, height, width] and the encoded text.
+    /// A pass over latents [batch, channels, height, width] and the encoded text, with what networks beside the U-Net add.
     pub(in crate::plan) fn forward(
         &self,
         walk: &Walk,
         sample: &MetaTensor,
-        context: &MetaTensor,
+        (context, residuals): (&MetaTensor, &Residuals),
         checkpointed: bool,
     ) -> Option<MetaTensor> {
         let batch = sample.dims[0];
-        let embed = |[first, second]: &[Layer; 2]| {
-            let inputs = walk.tensor([batch, 1.0, first.inputs, 1.0], false);
-            walk.linear(second, &walk.activation(&walk.linear(first, &inputs), Activation::Silu))
-        };
-        let mut time = embed(&self.time);
+        let mut time = embedded(walk, &self.time, batch);
         if let Some(additional) = &self.additional {
-            time = walk.add(&time, &embed(additional));
+            time = walk.add(&time, &embedded(walk, additional, batch));
         }
         let x = walk.conv(&self.conv_in, sample);
         let size = [x.dims[2], x.dims[3]];
@@ -415,27 +496,24 @@ impl UNet {
             time: sequence.input(time),
             context: sequence.input(context.clone()),
         };
-        let padding = f64::from(self.shapes.downsample_padding);
-        for block in &self.down {
-            let &(mut x, mut size) = skips.last()?;
-            for i in 0..block.layers.resnets.len() {
-                x = block.layers.step(i, &mut sequence, x, None, c);
-                skips.push((x, size));
-            }
-            if let Some(sampler) = block.sampler.clone() {
-                let added = (2.0 * padding).max(1.0);
-                size = size.map(|side| ((side + added - 3.0).max(0.0) / 2.0).floor() + 1.0);
-                x = sequence.add(&[x], move |walk, inputs| downsample(walk, &sampler, &inputs[0]));
-                skips.push((x, size));
-            }
-        }
+        let in_blocks = residuals
+            .in_blocks
+            .iter()
+            .map(|residual| sequence.input(residual.clone()));
+        let mut in_blocks = in_blocks.collect::<Vec<_>>().into_iter();
+        self.down.add_blocks(&mut sequence, &mut skips, c, &mut in_blocks)?;
         let mut x = skips.last()?.0;
-        if let Some(mid) = &self.mid {
-            x = mid.step(0, &mut sequence, x, None, c);
-            let resnet = Rc::clone(&mid.resnets[1]);
-            x = sequence.add(&[x, c.time], move |walk, inputs| {
-                resnet.forward(walk, &inputs[0], inputs.get(1))
-            });
+        for ((skip, _), residual) in skips.iter_mut().zip(&residuals.skips) {
+            let residual = sequence.input(residual.clone());
+            *skip = add_residual(&mut sequence, *skip, residual);
+        }
+        x = self.down.add_middle(&mut sequence, x, c);
+        for residual in in_blocks {
+            x = add_residual(&mut sequence, x, residual);
+        }
+        if let Some(residual) = &residuals.middle {
+            let residual = sequence.input(residual.clone());
+            x = add_residual(&mut sequence, x, residual);
         }
         for block in &self.up {
             for i in 0..block.layers.resnets.len() {
@@ -454,6 +532,12 @@ impl UNet {
         let normed = norm_silu(walk, self.norm_out, &x);
         Some(walk.conv(&self.conv_out, &normed))
     }
+}
+
+/// The embedding of the timestep, or of the pooled text and the sizes.
+pub(super) fn embedded(walk: &Walk, [first, second]: &[Layer; 2], batch: f64) -> MetaTensor {
+    let inputs = walk.tensor([batch, 1.0, first.inputs, 1.0], false);
+    walk.linear(second, &walk.activation(&walk.linear(first, &inputs), Activation::Silu))
 }
 
 /// Downsampling by a convolution. With a padding of 0, the input is padded first.

@@ -51,7 +51,7 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
     ));
     all.push((
         edited(prompts, r#"["a --ctrl_img /etc/passwd"]"#),
-        "only FLUX.1 Kontext (`arch: flux_kontext`) takes control images".into(),
+        "only FLUX.1 Kontext (`arch: flux_kontext`)".into(),
     ));
     let kontext = r#""name_or_path":"org/model","arch":"flux_kontext""#;
     all.push((
