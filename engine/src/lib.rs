@@ -1,7 +1,7 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
 //! It uses no network and no async runtime. Imports run one way: `processes` -> `training`, `pipelines` ->
-//! `adapters`, `data` -> `families` -> `samplers`, `models` -> `media`, and the modules of `aitk-kernels`. `training` is the
+//! `adapters`, `data` -> `families` -> `image_adapters`, `samplers` -> `models` -> `media`, and the modules of `aitk-kernels`. `training` is the
 //! mathematics of a step; `processes/train` is the run: folder, loop, checkpoints, saves, samples.
 
 pub use aitk_kernels::{autograd, checkpointing, device, error, image_io, nn, optim, quant, rng, svd, weights};
@@ -10,6 +10,7 @@ pub mod adapters;
 pub mod bench;
 pub mod data;
 pub mod families;
+pub mod image_adapters;
 pub mod media;
 pub mod models;
 pub mod pipelines;

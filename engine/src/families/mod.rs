@@ -2,6 +2,7 @@
 //! only through [`Model`].
 
 mod adapted_parts;
+mod adapter_folder;
 mod check;
 pub mod chroma;
 mod codec;
@@ -31,6 +32,7 @@ mod transformer_folder;
 pub mod zimage;
 
 pub use adapted_parts::{AdaptedParts, SelectedParts};
+pub use adapter_folder::write_adapter_folder;
 pub use chroma::CHROMA;
 pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};

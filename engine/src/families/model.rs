@@ -7,6 +7,7 @@ use super::part::Part;
 use super::part_role::PartRole;
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
+use crate::image_adapters::{AdapterTarget, ImageAdapter};
 use crate::models::codec::Codec;
 use crate::samplers::SamplerParams;
 use aitk_common::job::arch::ArchName;
@@ -16,6 +17,7 @@ use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A family of models: Stable Diffusion XL, FLUX.1. A folder below `families`, and a line in its registry.
 pub trait Family: Sync + Debug {
@@ -213,6 +215,47 @@ pub trait Model: Send + Debug {
         Err(no_control(self.family().arch()))
     }
 
+    /// The U-Net that an adapter of images can be made for.
+    ///
+    /// # Errors
+    /// When the family takes none.
+    fn image_adapter_target(&self) -> Result<AdapterTarget<'_>> {
+        Err(no_image_adapter(self.family().arch()))
+    }
+
+    /// Lets an adapter condition the predictions on images. A model has one.
+    ///
+    /// # Errors
+    /// When the family takes none.
+    fn set_image_adapter(&mut self, adapter: Arc<dyn ImageAdapter>) -> Result<()> {
+        let _ = adapter;
+        Err(no_image_adapter(self.family().arch()))
+    }
+
+    /// The adapter that conditions the predictions on images.
+    fn image_adapter(&self) -> Option<&dyn ImageAdapter> {
+        None
+    }
+
+    /// Adds the control images of an adapter to the conditioning, one for each item: [b, 3, height, width] from 0 to 1, float32. `scale`:
+    /// the strength of the adapter. A prediction computes the features of the images, with gradients.
+    ///
+    /// # Errors
+    /// When the model has no adapter.
+    fn with_adapter_images(&self, conditioning: Conditioning, images: &Tensor, scale: f64) -> Result<Conditioning> {
+        let _ = (conditioning, images, scale);
+        Err(no_image_adapter(self.family().arch()))
+    }
+
+    /// The conditioning with the features of the control images of an adapter in place of the images, for several predictions without
+    /// gradients. Without such images it is unchanged.
+    ///
+    /// # Errors
+    /// When the size of the images does not fit.
+    fn with_encoded_adapter_images(&self, conditioning: Conditioning) -> Result<Conditioning> {
+        Ok(conditioning)
+    }
+
     /// Removes the guidance scale from the conditioning: a model with a guidance embedding then predicts without it, as one
     /// that never had it (`train.bypass_guidance_embedding`).
     fn without_guidance(&self, conditioning: Conditioning) -> Conditioning {
@@ -329,6 +372,13 @@ fn no_embeddings(arch: ArchName) -> EngineError {
 pub(super) fn no_control(arch: ArchName) -> EngineError {
     EngineError::bad_input(format!(
         "`arch: {arch}` takes no control image: remove `--ctrl_img`, or use FLUX.1 Kontext (`arch: flux_kontext`)"
+    ))
+}
+
+/// The error of a model that takes no adapter of images.
+fn no_image_adapter(arch: ArchName) -> EngineError {
+    EngineError::bad_input(format!(
+        "adapter: T2I-Adapters and ControlNets are for the U-Nets of Stable Diffusion and SDXL, and this is `arch: {arch}`"
     ))
 }
 

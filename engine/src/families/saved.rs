@@ -14,8 +14,8 @@ use std::path::Path;
 /// The file with the metadata of a folder, named as in ai-toolkit.
 pub const META_FILE: &str = "aitk_meta.yaml";
 
-/// The files of which a complete folder has one: a whole model, and a transformer alone.
-const MARKS: [&str; 2] = ["model_index.json", "transformer/config.json"];
+/// The files of which a complete folder has one: a whole model, a transformer alone, and an adapter of images.
+const MARKS: [&str; 3] = ["model_index.json", "transformer/config.json", "config.json"];
 
 /// The training step at which a model was saved, from the metadata of its file or in its folder. `None` if it has none.
 ///

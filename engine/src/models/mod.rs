@@ -15,6 +15,7 @@ mod sentencepiece;
 pub(crate) mod single_file;
 mod special_tokens;
 pub(crate) mod stored_types;
+pub mod t2i_adapter;
 pub mod t5;
 mod tokenizer_file;
 pub mod unet;

@@ -1,6 +1,6 @@
 //! Classifier-free guidance: combines the model's predictions with and without the prompt.
 
-use super::input_images::control_latents;
+use super::input_images::{adapter_images, control_latents};
 use super::pipeline::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, GuidanceKind, ItemSize, Model, Prompt};
@@ -88,7 +88,17 @@ impl Guidance {
                 model.family().arch()
             )));
         }
-        if !request.control.is_empty() {
+        if model.image_adapter().is_some() {
+            if !request.control.is_empty() {
+                let images = adapter_images(model, request)?;
+                let images = match guided {
+                    true => Tensor::cat(&[&images, &images], 0)?,
+                    false => images,
+                };
+                conditioning = model.with_adapter_images(conditioning, &images, request.adapter_scale)?;
+                conditioning = model.with_encoded_adapter_images(conditioning)?;
+            }
+        } else if !request.control.is_empty() {
             let mut latents = control_latents(model, &request.control, batch)?;
             if is_guided {
                 let twice = latents.iter().map(|latents| Tensor::cat(&[latents, latents], 0));

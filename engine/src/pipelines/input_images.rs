@@ -1,5 +1,6 @@
 //! Images that a generation starts from or is conditioned on.
 
+use super::pipeline::GenerateRequest;
 use crate::error::{EngineError, Result};
 use crate::families::Model;
 use crate::image_io::{self, Filter};
@@ -48,4 +49,26 @@ pub(super) fn control_latents(model: &dyn Model, images: &[RgbImage], batch: usi
         false => latents.repeat((batch, 1, 1, 1)),
     };
     Ok(latents.map(repeat).collect::<candle_core::Result<_>>()?)
+}
+
+/// The control images of an adapter, one for each prompt: [b, 3, height, width] from 0 to 1, scaled to the size of the generated images, as
+/// diffusers' pipelines with a T2I-Adapter or a ControlNet do.
+pub(super) fn adapter_images(model: &dyn Model, request: &GenerateRequest) -> Result<Tensor> {
+    let (width, height) = (request.width as u32, request.height as u32);
+    let (images, batch) = (&request.control, request.prompts.len());
+    if images.len() != 1 && images.len() != batch {
+        return Err(EngineError::bad_input(format!(
+            "an adapter: expected one control image, or one for each of {batch} prompts, found {}",
+            images.len()
+        )));
+    }
+    let pixels = images.iter().map(|image| {
+        let image = image_io::resize(image, width, height, Filter::Lanczos);
+        image_io::to_unit_tensor(&image, model.device())
+    });
+    let pixels = Tensor::stack(&pixels.collect::<Result<Vec<_>>>()?, 0)?;
+    match images.len() == batch {
+        true => Ok(pixels),
+        false => Ok(pixels.repeat((batch, 1, 1, 1))?),
+    }
 }

@@ -3,6 +3,9 @@
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod adapter_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod family_tests;
 mod guidance;
 mod input_images;

@@ -39,9 +39,12 @@ pub struct GenerateRequest {
     pub cfg_normalization: f64,
     /// The share of the timesteps after which predictions are not guided (`cfg_truncation` there); 1: all are guided.
     pub cfg_truncation: f64,
-    /// Control images (FLUX.1 Kontext): one for all prompts, or one per prompt, all of one size, which is rounded down to a multiple of
-    /// the model's and need not be that of the generated image.
+    /// Control images, one for all prompts, or one per prompt. For an adapter of images they are scaled to the size of the generated image.
+    /// For FLUX.1 Kontext they are all of one size, which is rounded down to a multiple of the model's and need not be that of the generated
+    /// image.
     pub control: Vec<RgbImage>,
+    /// The strength of the adapter of images (`adapter_conditioning_scale` and `controlnet_conditioning_scale` of diffusers).
+    pub adapter_scale: f64,
     /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
     pub condition_size: Option<ItemSize>,
     /// Name of the sampler, see [`crate::samplers::names`].
@@ -59,6 +62,7 @@ impl Default for GenerateRequest {
             negative: vec![String::new()],
             negative_2: Vec::new(),
             control: Vec::new(),
+            adapter_scale: 1.0,
             condition_size: None,
             width: 512,
             height: 512,

@@ -87,7 +87,7 @@ fn generate_all(
         let steps = request.steps as usize;
         let mut generate_request = to_generate_request(request, settings.sampler, model.size_multiple());
         generate_request.bypass_guidance_embedding = settings.bypass_guidance_embedding;
-        generate_request.control = control_image(request, settings)?.into_iter().collect();
+        generate_request.control = control_image(model, request, settings)?.into_iter().collect();
         let images = pipeline.text_to_image(
             &generate_request,
             &mut NoiseSource::from_seeds(&[seed]),
@@ -115,8 +115,9 @@ pub fn check_sampler(model: &dyn Model, sampler: &str, v_prediction: bool, reque
     Ok(())
 }
 
-/// The control image of a request, if it has one: scaled to the size of the request, as in ai-toolkit.
-fn control_image(request: &ImageRequest, settings: &SampleSettings<'_>) -> Result<Option<RgbImage>> {
+/// The control image of a request, if it has one: scaled to the size of the request, or for a T2I-Adapter to twice the size, as in
+/// ai-toolkit.
+fn control_image(model: &dyn Model, request: &ImageRequest, settings: &SampleSettings<'_>) -> Result<Option<RgbImage>> {
     let Some(config_path) = request.ctrl_img.as_deref().filter(|path| !path.is_empty()) else {
         return Ok(None);
     };
@@ -126,11 +127,16 @@ fn control_image(request: &ImageRequest, settings: &SampleSettings<'_>) -> Resul
         )));
     };
     let image = image_io::open_rgb(path)?;
+    let (scale, filter) = match model.image_adapter() {
+        Some(adapter) => (adapter.sample_scale(), Filter::Bicubic),
+        None => (1, Filter::Bilinear),
+    };
+    let side = |side: u32| side.saturating_mul(scale);
     Ok(Some(image_io::resize(
         &image,
-        request.width,
-        request.height,
-        Filter::Bilinear,
+        side(request.width),
+        side(request.height),
+        filter,
     )))
 }
 
@@ -143,6 +149,7 @@ pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_mu
         negative: vec![request.negative_prompt.clone()],
         negative_2: request.negative_prompt_2.clone().into_iter().collect(),
         control: Vec::new(),
+        adapter_scale: request.adapter_conditioning_scale,
         condition_size: None,
         width: request.width as usize / size_multiple * size_multiple,
         height: request.height as usize / size_multiple * size_multiple,

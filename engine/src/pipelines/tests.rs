@@ -52,6 +52,7 @@ fn request(case: &Value) -> GenerateRequest {
         negative: case["negative"].as_str().map(str::to_owned).into_iter().collect(),
         negative_2: case["negative_2"].as_str().map(str::to_owned).into_iter().collect(),
         control: Vec::new(),
+        adapter_scale: number("adapter_scale", 1.0),
         condition_size: condition_size(case),
         width: number("width", 0.0) as usize,
         height: number("height", 0.0) as usize,

@@ -7,7 +7,6 @@ use aitk_common::checkpoint::CheckpointError;
 use aitk_common::fsutil;
 use aitk_common::job::naming;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::job::save::SaveFormat;
 use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io::Write as _;
@@ -60,7 +59,7 @@ impl RunFolder {
             training_folder: process.training_folder.as_deref(),
             name: process.name.as_deref(),
             stem: ("embedding.trigger", process.save_stem(&job)),
-            saves_are_folders: process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers,
+            saves_are_folders: process.saves_folders(),
         };
         Self::open_as(&names, cx)
     }

@@ -37,6 +37,9 @@ fn shrink(value: &mut Value) {
                 match (key.as_str(), &*value) {
                     ("steps" | "save_every" | "sample_every", Value::Number(_)) => *value = json!(2),
                     ("sample_steps", Value::Number(_)) => *value = json!(1),
+                    // Of a T2I-Adapter: those of tiny_sd.
+                    ("channels", Value::Array(_)) => *value = json!([16, 32]),
+                    ("downscale_factor", Value::Number(_)) => *value = json!(2),
                     ("max_new_tokens", Value::Number(_)) => *value = json!(4),
                     ("width" | "height" | "size", Value::Number(_)) => *value = json!(SIDE),
                     ("max_denoising_steps", Value::Number(steps)) if steps.as_u64() < Some(999) => *value = json!(4),

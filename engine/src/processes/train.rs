@@ -10,6 +10,7 @@ mod data;
 mod embedding;
 mod event_artifact;
 mod fingerprints;
+mod image_adapter;
 mod image_batches;
 mod latents;
 mod learned_snr;
@@ -169,7 +170,7 @@ impl<'a> Run<'a> {
         let checkpointing =
             Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         model.set_checkpointing(checkpointing);
-        let target = TrainedParameters::new(process, &mut *model, seed, cx)?;
+        let target = TrainedParameters::new(process, &mut *model, (seed, checkpointing), cx)?;
         let trainer = trainer(process, &target, &memory_options, compute.dtype, seed)?;
         let configured = process.learning_rate();
         let lr = crate::optim::base_lr(process.train.optimizer, configured);
@@ -413,6 +414,9 @@ mod flux_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod full_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod image_adapter_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod kontext_tests;

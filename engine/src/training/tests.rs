@@ -5,6 +5,7 @@ mod families;
 mod flow;
 mod flux;
 mod full;
+mod image_adapters;
 mod lycoris;
 mod noise_options;
 mod options;

@@ -117,6 +117,7 @@ impl SdModel {
             sequential_cfg: memory_options.sequential_cfg,
             quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
             trained,
+            image_adapter: None,
             frozen_unet,
             dtype: options.dtype,
             device: options.device.clone(),

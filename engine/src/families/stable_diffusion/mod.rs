@@ -3,6 +3,7 @@
 //!
 //! Weights that are quantised in their files stay quantised.
 
+mod control_images;
 mod layers;
 mod ldm;
 mod load;
@@ -35,6 +36,7 @@ pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Varia
 use crate::families::options::PromptReading;
 use crate::families::part_role::PartRole;
 use crate::families::text_embeddings::TextEmbeddings;
+use crate::image_adapters::ImageAdapter;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::unet::UNet2DConditionModel;
 use crate::models::vae::AutoencoderKl;
@@ -79,6 +81,8 @@ pub struct SdModel {
     pub trained: Vec<(String, Var)>,
     /// Where the model was loaded from, for saving it.
     pub source: Arc<SdSource>,
+    /// Conditions the U-Net on images.
+    image_adapter: Option<Arc<dyn ImageAdapter>>,
     /// If the U-Net is trained: a copy that shares its memory and has no variables.
     frozen_unet: Option<UNet2DConditionModel>,
     dtype: DType,

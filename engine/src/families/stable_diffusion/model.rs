@@ -1,5 +1,6 @@
 //! Stable Diffusion as a [`Model`].
 
+use super::control_images;
 use super::load::SIZE_NUMBERS;
 use super::save::FullModel;
 use super::text::{CONTEXT, POOLED, add_embedding, encode, initial_embedding, parts};
@@ -13,12 +14,14 @@ use crate::families::options::LoadOptions;
 use crate::families::part::{AdapterNames, Part, PartInfo};
 use crate::families::part_role::PartRole;
 use crate::families::text_embeddings::look_up;
+use crate::image_adapters::{AdapterTarget, ImageAdapter};
 use crate::models::codec::Codec;
-use crate::models::unet::AdditionalConditions;
+use crate::models::unet::{AdditionalConditions, UNetInputs, UNetResiduals};
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The U-Net, to whose layers adapters are added.
 pub(super) const UNET: PartInfo = PartInfo {
@@ -37,10 +40,11 @@ impl SdModel {
     pub fn detached(&self) -> Option<Self> {
         let trains_text = |encoder: &TextEncoder| encoder.frozen.is_some() || encoder.model.trains_vectors();
         let frozen_text = self.text_encoders.iter().any(trains_text);
-        if !frozen_text && self.frozen_unet.is_none() {
+        if !frozen_text && self.frozen_unet.is_none() && self.image_adapter.is_none() {
             return None;
         }
         let mut model = self.clone();
+        model.image_adapter = self.image_adapter.as_ref().map(|adapter| adapter.detached());
         for encoder in &mut model.text_encoders {
             if let Some(frozen) = &encoder.frozen {
                 encoder.model = frozen.clone();
@@ -125,19 +129,71 @@ impl Model for SdModel {
         };
         let sample = latents.to_dtype(self.dtype)?;
         let context = conditioning.get(CONTEXT)?.to_dtype(self.dtype)?;
-        let prediction = match self.variant.text_output {
-            TextOutput::LastHidden => self.unet.forward(&sample, timesteps, &context)?,
-            TextOutput::PenultimateAndPooled => {
-                let pooled = conditioning.get(POOLED)?.to_dtype(self.dtype)?;
-                let conditions = AdditionalConditions {
-                    pooled: &pooled,
-                    time_ids: conditioning.get(TIME_IDS)?,
-                };
-                self.unet
-                    .forward_with(&sample, timesteps, &context, Some(&conditions))?
-            }
+        let pooled = match self.variant.text_output {
+            TextOutput::LastHidden => None,
+            TextOutput::PenultimateAndPooled => Some(conditioning.get(POOLED)?.to_dtype(self.dtype)?),
         };
+        let conditions = match &pooled {
+            Some(pooled) => Some(AdditionalConditions {
+                pooled,
+                time_ids: conditioning.get(TIME_IDS)?,
+            }),
+            None => None,
+        };
+        let inputs = UNetInputs {
+            sample: &sample,
+            timesteps,
+            context: &context,
+            conditions,
+        };
+        let residuals = match &self.image_adapter {
+            Some(adapter) => control_images::residuals(&**adapter, conditioning, &inputs)?,
+            None => UNetResiduals::default(),
+        };
+        let prediction = self.unet.forward_adapted(&inputs, &residuals)?;
         Ok(vec![prediction.to_dtype(DType::F32)?])
+    }
+
+    fn image_adapter_target(&self) -> Result<AdapterTarget<'_>> {
+        let (tensors, config) = self.source.denoiser()?;
+        Ok(AdapterTarget {
+            unet: self.unet.config(),
+            config_json: config,
+            tensors,
+            pixels_per_latent: self.vae.scale_factor(),
+            device: &self.device,
+        })
+    }
+
+    fn set_image_adapter(&mut self, adapter: Arc<dyn ImageAdapter>) -> Result<()> {
+        self.image_adapter = Some(adapter);
+        Ok(())
+    }
+
+    fn image_adapter(&self) -> Option<&dyn ImageAdapter> {
+        self.image_adapter.as_deref()
+    }
+
+    fn with_adapter_images(&self, conditioning: Conditioning, images: &Tensor, scale: f64) -> Result<Conditioning> {
+        match self.image_adapter {
+            Some(_) => control_images::with_images(conditioning, images, scale),
+            None => Err(EngineError::Internal(
+                "control images for a model without an adapter".into(),
+            )),
+        }
+    }
+
+    fn with_encoded_adapter_images(&self, conditioning: Conditioning) -> Result<Conditioning> {
+        match &self.image_adapter {
+            Some(adapter) => control_images::encoded(&**adapter, conditioning),
+            None => Ok(conditioning),
+        }
+    }
+
+    fn size_multiple(&self) -> usize {
+        let of_adapter = self.image_adapter.as_ref().map_or(1, |adapter| adapter.size_multiple());
+        // Both are powers of 2, so that the larger is a multiple of the smaller.
+        self.vae.pixels_per_latent().max(of_adapter)
     }
 
     fn codec(&self) -> &dyn Codec {

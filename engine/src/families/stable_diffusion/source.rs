@@ -2,7 +2,7 @@
 
 use super::variant::{ComponentSpec, Variant};
 use crate::error::{EngineError, Result};
-use crate::families::saved::pretty_json;
+use crate::families::saved::{parse_config, pretty_json};
 use crate::models::config;
 use crate::weights::{Index, Weights};
 use serde_json::{Map, Value, json};
@@ -129,6 +129,16 @@ impl SdSource {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The tensors of the U-Net, and its `config.json`.
+    ///
+    /// # Errors
+    /// When the config is not JSON.
+    pub(super) fn denoiser(&self) -> Result<(&Index, Value)> {
+        let unet = self.component("unet");
+        let unet = unet.ok_or_else(|| EngineError::Internal("a Stable Diffusion model has a U-Net".into()))?;
+        Ok((&unet.index, parse_config(&unet.config, self.path())?))
     }
 
     pub(super) fn components(&self) -> &[Component] {

@@ -5,7 +5,7 @@ use super::resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample, Visitor};
 use super::transformer::{Transformer2d, TransformerSizes};
 use crate::checkpointing::{BlockSequence, Value};
 use crate::error::Result;
-use crate::nn::{cat_channels, join};
+use crate::nn::{add, cat_channels, join};
 use crate::weights::Weights;
 use std::sync::Arc;
 
@@ -123,6 +123,13 @@ impl Layers {
     }
 }
 
+/// Adds what a network beside the U-Net adds to x.
+fn add_residual(path: &str, sequence: &mut BlockSequence, x: Value, residual: Value) -> Value {
+    sequence.add(format!("{path}.residual"), [x, residual], |[x, residual]| {
+        add(x, residual)
+    })
+}
+
 #[derive(Clone, Debug)]
 pub(super) struct DownBlock {
     layers: Layers,
@@ -160,22 +167,33 @@ impl DownBlock {
     }
 
     /// Adds the block to the sequence. Its input is the last entry of `skips`; every intermediate result is added to
-    /// `skips`, with its size.
+    /// `skips`, with its size. `residual`: what a T2I-Adapter adds. As in diffusers it is added before the downsampling if the block has
+    /// attention, else after it; the skip connection has it too.
     pub(super) fn add_blocks(
         &self,
         path: &str,
         sequence: &mut BlockSequence,
         skips: &mut Vec<(Value, Size)>,
         c: Conditioning,
+        residual: Option<Value>,
     ) {
         let Some(&(mut x, size)) = skips.last() else { return };
-        for i in 0..self.layers.resnets.len() {
+        let mut residual = residual;
+        let count = self.layers.resnets.len();
+        for i in 0..count {
             x = self.layers.add_blocks(i, path, sequence, x, None, c);
+            let is_last = i + 1 == count && (!self.layers.attentions.is_empty() || self.downsampler.is_none());
+            if let Some(residual) = residual.take_if(|_| is_last) {
+                x = add_residual(path, sequence, x, residual);
+            }
             skips.push((x, size));
         }
         if let Some(downsampler) = self.downsampler.clone() {
             let size = downsampler.output_size(size);
             x = sequence.add(format!("{path}.downsamplers.0"), [x], move |[x]| downsampler.forward(x));
+            if let Some(residual) = residual {
+                x = add_residual(path, sequence, x, residual);
+            }
             skips.push((x, size));
         }
     }

@@ -225,6 +225,27 @@ impl UNetConfig {
         }
     }
 
+    /// Where networks beside the U-Net add features of their own: the channels and the side of each place, for square latents with
+    /// `side` pixels. One for each down block, and one for the middle block.
+    ///
+    /// # Errors
+    /// When the config is not supported.
+    pub fn adapter_places(&self, side: usize) -> Result<Vec<(usize, usize)>, String> {
+        let params = self.block_params()?;
+        let (mut side, last) = (side, params.channels.len() - 1);
+        let mut places = Vec::new();
+        for (i, (channels, attention)) in params.channels.iter().zip(&params.down_attention).enumerate() {
+            let before = side;
+            if i < last {
+                side = side.div_ceil(2);
+            }
+            // Before the downsampling if the block has attention.
+            places.push((*channels, if *attention { before } else { side }));
+        }
+        places.extend(places.last().map(|(channels, _)| (*channels, side)));
+        Ok(places)
+    }
+
     pub(super) fn block_params(&self) -> Result<BlockParams, String> {
         self.check_supported()?;
         let blocks = self.block_out_channels.len();

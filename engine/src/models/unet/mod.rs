@@ -3,31 +3,36 @@
 mod additional;
 mod blocks;
 mod config;
+mod control_net;
 pub(crate) mod original_names;
+mod residuals;
 mod resnet;
+mod time;
 mod transformer;
 
 pub use additional::AdditionalConditions;
 pub use config::{PerBlock, UNetConfig};
+pub use control_net::{ControlNetConfig, ControlNetModel, ControlNetWeights};
 pub(crate) use original_names::OriginalNames;
+pub use residuals::{UNetInputs, UNetResiduals};
 pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 pub use transformer::{Transformer2d, TransformerSizes};
 
 use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::{EngineError, Result};
-use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu, sinusoids};
+use crate::nn::{Conv2d, GroupNorm, LayerMut, VisitLayers, add};
 use crate::weights::Weights;
 use additional::AdditionalEmbedding;
 use blocks::{Conditioning, DownBlock, MidBlock, UpBlock};
 use candle_core::Tensor;
+use time::TimeEmbedding;
 
 /// The U-Net.
 #[derive(Clone, Debug)]
 pub struct UNet2DConditionModel {
     config: UNetConfig,
     conv_in: Conv2d,
-    time_linear_1: Linear,
-    time_linear_2: Linear,
+    time: TimeEmbedding,
     /// SDXL: the embedding of pooled text and sizes, which is added to that of the timestep.
     additional: Option<AdditionalEmbedding>,
     down_blocks: Vec<DownBlock>,
@@ -51,7 +56,6 @@ impl UNet2DConditionModel {
             .map_err(|message| weights.config_error(message))?;
         let first = params.channels[0];
         let time_width = 4 * first;
-        let embedding = weights.pp("time_embedding");
         let conv = |name: &str, inputs: usize, outputs: usize, kernel: usize| {
             Conv2d::new(&weights.pp(name), inputs, outputs, kernel, 1, kernel / 2)
         };
@@ -68,8 +72,7 @@ impl UNet2DConditionModel {
             .collect::<Result<Vec<_>>>()?;
         Ok(Self {
             conv_in: conv("conv_in", config.in_channels, first, config.conv_in_kernel)?,
-            time_linear_1: Linear::new(&embedding.pp("linear_1"), first, time_width, true)?,
-            time_linear_2: Linear::new(&embedding.pp("linear_2"), time_width, time_width, true)?,
+            time: TimeEmbedding::new(&weights.pp("time_embedding"), first)?,
             additional: additional
                 .map(|widths| AdditionalEmbedding::new(&weights.pp("add_embedding"), widths, time_width))
                 .transpose()?,
@@ -114,8 +117,28 @@ impl UNet2DConditionModel {
         context: &Tensor,
         conditions: Option<&AdditionalConditions<'_>>,
     ) -> Result<Tensor> {
-        let mut time = self.time_embedding(timesteps)?;
-        match (&self.additional, conditions) {
+        let inputs = UNetInputs {
+            sample,
+            timesteps,
+            context,
+            conditions: conditions.copied(),
+        };
+        self.forward_adapted(&inputs, &UNetResiduals::default())
+    }
+
+    /// As [`Self::forward_with`], with what networks beside the U-Net add to its features.
+    ///
+    /// # Errors
+    /// As there, and when there are more or other residuals than the U-Net has places for.
+    pub fn forward_adapted(&self, inputs: &UNetInputs<'_>, residuals: &UNetResiduals) -> Result<Tensor> {
+        let UNetInputs {
+            sample,
+            timesteps,
+            context,
+            conditions,
+        } = *inputs;
+        let mut time = self.time.forward(timesteps, &self.config)?;
+        match (&self.additional, &conditions) {
             (Some(additional), Some(conditions)) => time = (time + additional.forward(conditions, &self.config)?)?,
             (None, None) => {}
             (wants, _) => {
@@ -134,12 +157,46 @@ impl UNet2DConditionModel {
             time: sequence.input(time),
             context: sequence.input(context.clone()),
         };
-        for (i, block) in self.down_blocks.iter().enumerate() {
-            block.add_blocks(&format!("down_blocks.{i}"), &mut sequence, &mut skips, conditioning);
+        let mut in_blocks = Vec::with_capacity(residuals.in_blocks.len());
+        for residual in &residuals.in_blocks {
+            let dims = residual.dims().to_vec();
+            in_blocks.push((sequence.input(residual.to_dtype(sample.dtype())?), dims));
         }
-        let mut x = skips[skips.len() - 1].0;
+        let mut in_blocks = in_blocks.into_iter();
+        for (i, block) in self.down_blocks.iter().enumerate() {
+            let residual = in_blocks.next().map(|(residual, _)| residual);
+            block.add_blocks(
+                &format!("down_blocks.{i}"),
+                &mut sequence,
+                &mut skips,
+                conditioning,
+                residual,
+            );
+        }
+        let (mut x, (height, width)) = skips[skips.len() - 1];
+        for ((skip, _), residual) in with_residuals(&mut skips, &residuals.skips)? {
+            let residual = sequence.input(residual.to_dtype(sample.dtype())?);
+            *skip = sequence.add("skip residual", [*skip, residual], |[skip, residual]| {
+                add(skip, residual)
+            });
+        }
         if let Some(block) = &self.mid_block {
             x = block.add_blocks("mid_block", &mut sequence, x, conditioning);
+        }
+        let channels = self.config.block_out_channels.last().copied().unwrap_or(0);
+        for (residual, dims) in in_blocks {
+            if dims != [sample.dim(0)?, channels, height, width] {
+                return Err(EngineError::bad_input(format!(
+                    "the adapter gives features {dims:?} more than the U-Net has down blocks, and its middle block has [{}, {channels}, \
+                     {height}, {width}]: the adapter is for another model",
+                    sample.dim(0)?
+                )));
+            }
+            x = sequence.add("mid_block.residual", [x, residual], |[x, residual]| add(x, residual));
+        }
+        if let Some(residual) = &residuals.middle {
+            let residual = sequence.input(residual.to_dtype(sample.dtype())?);
+            x = sequence.add("mid_block.residual", [x, residual], |[x, residual]| add(x, residual));
         }
         for (i, block) in self.up_blocks.iter().enumerate() {
             x = block.add_blocks(&format!("up_blocks.{i}"), &mut sequence, x, &mut skips, conditioning);
@@ -148,21 +205,26 @@ impl UNet2DConditionModel {
         let x = self.conv_norm_out.forward_silu(&x)?;
         Ok(self.conv_out.forward(&x)?)
     }
+}
 
-    fn time_embedding(&self, timesteps: &Tensor) -> Result<Tensor> {
-        let dtype = self.time_linear_1.weight.dtype();
-        let width = self.time_linear_1.in_features();
-        let x = sinusoids(timesteps, width, self.config.flip_sin_to_cos, self.config.freq_shift)?.to_dtype(dtype)?;
-        let x = silu(&self.time_linear_1.forward(&x)?)?;
-        Ok(self.time_linear_2.forward(&x)?)
+/// The skip connections with the residuals that are added to them: none, or one for each.
+fn with_residuals<'a, S>(
+    skips: &'a mut [S],
+    residuals: &'a [Tensor],
+) -> Result<std::iter::Zip<std::slice::IterMut<'a, S>, std::slice::Iter<'a, Tensor>>> {
+    let (found, expected) = (residuals.len(), skips.len());
+    if found != 0 && found != expected {
+        return Err(EngineError::bad_input(format!(
+            "the ControlNet gives {found} features for {expected} skip connections of the U-Net: it is for another model"
+        )));
     }
+    Ok(skips.iter_mut().zip(residuals))
 }
 
 impl VisitLayers for UNet2DConditionModel {
     fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
         f("conv_in", LayerMut::Conv2d(&mut self.conv_in))?;
-        f("time_embedding.linear_1", LayerMut::Linear(&mut self.time_linear_1))?;
-        f("time_embedding.linear_2", LayerMut::Linear(&mut self.time_linear_2))?;
+        self.time.visit(f)?;
         if let Some(additional) = &mut self.additional {
             additional.visit("add_embedding", f)?;
         }

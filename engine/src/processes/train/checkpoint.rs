@@ -46,6 +46,9 @@ impl Run<'_> {
         if let (Some(embedding), Some(parts)) = (&self.process.embedding, config.as_array_mut()) {
             parts.push(json!(embedding));
         }
+        if let (Some(adapter), Some(parts)) = (&self.process.adapter, config.as_array_mut()) {
+            parts.push(json!(adapter));
+        }
         if let (false, Some(parts)) = (self.negative_prompts.is_empty(), config.as_array_mut()) {
             parts.push(json!(self.negative_prompts));
         }

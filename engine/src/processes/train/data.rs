@@ -3,8 +3,8 @@
 use super::super::context::Context;
 use super::options::{self, caches_captions};
 use crate::data::{
-    Batch, Dataset, PreparedImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption,
-    drops_caption, epoch_order,
+    Batch, Control, Dataset, PreparedImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption,
+    drops_caption, epoch_order, load_control,
 };
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
@@ -12,6 +12,7 @@ use crate::rng::{TorchGenerator, generator_for};
 use crate::training::{LatentStore, PixelOptions};
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 /// The data sets of a run and their batches. Training sets and regularisation sets have separate epochs.
@@ -308,18 +309,13 @@ impl TrainingData {
         latents: &mut LatentStore,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
-        let dataset = &self.datasets[batch.dataset];
-        let options = &dataset.options;
+        let options = &self.datasets[batch.dataset].options;
         let mut out = Vec::with_capacity(batch.items.len());
         for (place, item) in self.items_of(batch).enumerate() {
-            let drawn = options.augmented_controls.map(|controls| {
-                let (step, micro) = number;
-                let mut generator = generator_for(self.seed, &format!("control/{place}"), step, micro);
-                controls.draw(&dataset.items, item, &mut generator)
-            });
-            let Some(control) = drawn.as_ref().or(item.control.as_ref()) else {
+            let Some(control) = self.control_of((batch, place), item, number) else {
                 return Ok(None);
             };
+            let control = &*control;
             if let Some(moves) = moves.get(place).filter(|moves| !moves.is_empty()) {
                 let name = self.name_of_draw("control", place, number);
                 out.push(latents.encode_moved_control((item, control), moves, codec, &name)?);
@@ -329,5 +325,42 @@ impl TrainingData {
             out.push(latents.get_control(item, control, codec, in_memory, on_disk)?);
         }
         Ok(Some(Tensor::stack(&out, 0)?))
+    }
+
+    /// The pixels of a batch's control images, [b, 3, height, width] from 0 to 1 on the CPU, which move as those of their images: for an
+    /// adapter, which is conditioned on pixels. They are read each time, as in ai-toolkit. `None`: its data set has none.
+    pub(super) fn control_pixels(
+        &self,
+        (batch, moves): (&Batch, &[Vec<SpatialChange>]),
+        number: (u64, u64),
+    ) -> Result<Option<Tensor>> {
+        let mut out = Vec::with_capacity(batch.items.len());
+        for (place, item) in self.items_of(batch).enumerate() {
+            let Some(control) = self.control_of((batch, place), item, number) else {
+                return Ok(None);
+            };
+            let moves = moves.get(place).map_or(&[][..], Vec::as_slice);
+            // From -1 to 1.
+            let pixels = load_control(item, &control, moves)?;
+            out.push(((pixels + 1.0)? * 0.5)?);
+        }
+        Ok(Some(Tensor::stack(&out, 0)?))
+    }
+
+    /// The control image of an item: its own, or one that is drawn for its place in the batch.
+    fn control_of<'i>(
+        &self,
+        (batch, place): (&Batch, usize),
+        item: &'i TrainingImage,
+        (step, micro): (u64, u64),
+    ) -> Option<Cow<'i, Control>> {
+        let dataset = &self.datasets[batch.dataset];
+        match dataset.options.augmented_controls {
+            Some(controls) => {
+                let mut generator = generator_for(self.seed, &format!("control/{place}"), step, micro);
+                Some(Cow::Owned(controls.draw(&dataset.items, item, &mut generator)))
+            }
+            None => item.control.as_ref().map(Cow::Borrowed),
+        }
     }
 }

@@ -56,7 +56,8 @@ pub(super) fn encode(
                 return Ok(None);
             }
             latents.get(item, codec, in_memory, on_disk)?;
-            if let Some(control) = &item.control {
+            // An adapter sees the pixels.
+            if let Some(control) = item.control.as_ref().filter(|_| process.adapter.is_none()) {
                 latents.get_control(item, control, codec, in_memory, on_disk)?;
             }
             done += 1;

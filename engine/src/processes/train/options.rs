@@ -11,6 +11,7 @@ use crate::data::{
 };
 use crate::error::{EngineError, Result};
 use crate::families;
+use crate::image_adapters;
 use crate::rng::TorchGenerator;
 use crate::training::{
     ChannelStatistics, GuidanceLoss, LatentOptions, LossKind, LossOptions, NoiseLevelPreference, NoiseOptions,
@@ -21,7 +22,6 @@ use aitk_common::job::augmentation::read_augmentations;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
 use aitk_common::job::process::{ProcessType, TrainerProcess};
-use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType};
 use aitk_common::job::values::ImageSize;
 
@@ -31,13 +31,15 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
     let arch = process.model.arch.name;
     families::find(arch)?;
-    if !arch.takes_control_image() && process.datasets.iter().any(|dataset| !dataset.control_path.is_empty()) {
+    if !process.takes_control_images() && process.datasets.iter().any(|dataset| !dataset.control_path.is_empty()) {
         return Err(EngineError::bad_input(format!(
-            "datasets: control_path: `arch: {arch}` takes no control images; remove the key, or train FLUX.1 Kontext (`arch: flux_kontext`)"
+            "datasets: control_path: `arch: {arch}` takes no control images; remove the key, or train FLUX.1 Kontext (`arch: flux_kontext`) \
+             or an `adapter`"
         )));
     }
     slider::check(process)?;
     check_embedding(process)?;
+    check_adapter(process)?;
     if process.trains_whole_model() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
@@ -51,12 +53,13 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
                 .into(),
         );
     }
-    if process.saves_whole_model() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
+    if process.saves_folders() && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
     }
-    if !process.train.train_text_encoder && !process.train.train_unet && process.embedding.is_none() {
+    let trains_other = process.embedding.is_some() || process.adapter.is_some();
+    if !process.train.train_text_encoder && !process.train.train_unet && !trains_other {
         return Err(EngineError::bad_input(
             "`train.train_unet` and `train.train_text_encoder` are both false: there is nothing to train",
         ));
@@ -86,7 +89,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         || process.train.do_prior_divergence
         || process.train.correct_pred_norm
         || process.datasets.iter().any(|dataset| dataset.prior_reg);
-    if process.trains_whole_model() && uses_base {
+    if (process.trains_whole_model() || process.adapter.is_some()) && uses_base {
         return Err(EngineError::bad_input(
             "`inverted_mask_prior`, `do_prior_divergence`, `correct_pred_norm` and `prior_reg` need a `network`: they compare with what the model predicts \
              without it",
@@ -130,6 +133,27 @@ fn check_embedding(process: &TrainerProcess) -> Result<()> {
         return wrong(".trigger: expected one word, without blanks");
     }
     Ok(())
+}
+
+/// Checks the training of an adapter. Jobs are checked before they are accepted; this protects against specs from other sources.
+fn check_adapter(process: &TrainerProcess) -> Result<()> {
+    let Some(adapter) = &process.adapter else { return Ok(()) };
+    image_adapters::find(adapter.kind)?;
+    let wrong = |what: &str| Err(EngineError::bad_input(format!("adapter{what}")));
+    if process.network.is_some() || process.embedding.is_some() || process.kind.is_slider() {
+        return wrong(": cannot be used together with `network`, `embedding` or a slider");
+    }
+    if process.train.train_text_encoder {
+        return wrong(": cannot be used together with `train.train_text_encoder`");
+    }
+    if !adapter.train {
+        return wrong(".train: is false: set `train: true`");
+    }
+    let has_control = |set: &DatasetConfig| !set.control_path.is_empty() || set.control_from_same_folder;
+    match process.datasets.iter().all(has_control) {
+        true => Ok(()),
+        false => wrong(": every data set needs control images (`control_path`)"),
+    }
 }
 
 /// Whether every caption is encoded before the training, and so is the same in every epoch.

@@ -208,6 +208,10 @@ impl Run<'_> {
                 word.load(&path)?;
                 self.trainer = self.new_trainer()?;
             }
+            TrainedParameters::ImageAdapter(adapter) => {
+                adapter.load(&path)?;
+                self.trainer = self.new_trainer()?;
+            }
             TrainedParameters::Model(_) => {
                 self.model.load_trained(&path).map_err(|error| {
                     EngineError::bad_input(format!(
@@ -247,7 +251,9 @@ impl Run<'_> {
                 TrainedParameters::Adapter(_) if is_adapter => {
                     AdapterFile::open_layout(&path).map(|file| file.training_info().map(|(step, _)| step))
                 }
-                TrainedParameters::Adapter(_) | TrainedParameters::Model(_) => saved_step(&path),
+                TrainedParameters::Adapter(_) | TrainedParameters::Model(_) | TrainedParameters::ImageAdapter(_) => {
+                    saved_step(&path)
+                }
                 // It has the vectors of one word.
                 TrainedParameters::Embedding(_) => TrainedEmbedding::saved_step(&path),
             };

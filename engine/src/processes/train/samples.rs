@@ -20,7 +20,7 @@ impl Run<'_> {
     /// Whether all sample images of this step are in the run folder.
     pub(super) fn has_samples(&self, step: u64) -> bool {
         let section = &self.process.sample;
-        let count = section.requests(self.process.sample_trigger()).len();
+        let count = self.process.sample_requests(section).len();
         let suffix = suffix(&section.format).unwrap_or(FALLBACK_FORMAT);
         let entries = std::fs::read_dir(self.folder.samples()).into_iter().flatten().flatten();
         let files: Vec<String> = entries
@@ -34,7 +34,7 @@ impl Run<'_> {
 
     /// Whether the config has samples to make during the training.
     pub(super) fn makes_samples(&self) -> bool {
-        let requests = self.process.sample.requests(self.process.sample_trigger());
+        let requests = self.process.sample_requests(&self.process.sample);
         !self.process.train.disable_sampling && !requests.is_empty()
     }
 
@@ -63,10 +63,10 @@ impl Run<'_> {
             _ => &self.process.sample,
         };
         let training_step = step;
-        let requests = section.requests(self.process.sample_trigger());
+        let requests = self.process.sample_requests(section);
         // A coordinator keeps one artifact of each step and index: those of `first_sample` come after those of `sample`.
         let index_base = match first {
-            true => self.process.sample.requests(self.process.sample_trigger()).len() as u64,
+            true => self.process.sample_requests(&self.process.sample).len() as u64,
             false => 0,
         };
         if requests.is_empty() || self.process.train.disable_sampling {
@@ -163,7 +163,7 @@ pub(super) fn check_samplers(process: &TrainerProcess, model: &dyn Model) -> Res
         ("first_sample", process.first_sample.as_ref()),
     ] {
         let Some(section) = section else { continue };
-        let requests = section.requests(process.sample_trigger());
+        let requests = process.sample_requests(section);
         check_sampler(model, section.sampler.name(), process.model.is_v_pred, &requests)
             .map_err(|error| EngineError::bad_input(format!("{key}.sampler: {error}")))?;
     }
@@ -176,18 +176,20 @@ pub(super) fn check_control_images(process: &TrainerProcess, cx: &Context<'_>) -
     if process.train.disable_sampling {
         return Ok(());
     }
-    let arch = process.model.arch.name;
+    let (arch, takes_control) = (process.model.arch.name, process.takes_control_images());
     for section in [Some(&process.sample), process.first_sample.as_ref()]
         .into_iter()
         .flatten()
     {
-        let requests = section.requests(process.sample_trigger());
+        let requests = process.sample_requests(section);
         let has_control = |request: &ImageRequest| request.ctrl_img.as_deref().is_some_and(|path| !path.is_empty());
-        if let Some(request) = requests
-            .iter()
-            .find(|request| has_control(request) != arch.takes_control_image())
-        {
-            return Err(EngineError::bad_input(match arch.takes_control_image() {
+        if let Some(request) = requests.iter().find(|request| has_control(request) != takes_control) {
+            return Err(EngineError::bad_input(match takes_control {
+                true if process.adapter.is_some() => format!(
+                    "an `adapter` needs control images, and the sample \"{}\" has none: add `--ctrl_img PATH` to its prompt, or \
+                     `adapter.test_img_path`, or set `train.disable_sampling: true`",
+                    request.prompt
+                ),
                 true => format!(
                     "`arch: {arch}` changes an image, and the sample \"{}\" has none: add `--ctrl_img PATH` to its prompt, or set \
                      `train.disable_sampling: true`",

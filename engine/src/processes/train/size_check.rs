@@ -25,7 +25,7 @@ pub(super) fn check_sizes(process: &TrainerProcess, model: &dyn Model) -> Result
         ("first_sample", process.first_sample.as_ref()),
     ] {
         let section = section.filter(|_| !process.train.disable_sampling);
-        let requests = section.map(|section| section.requests(process.sample_trigger()));
+        let requests = section.map(|section| process.sample_requests(section));
         for (index, request) in requests.unwrap_or_default().iter().enumerate() {
             check(format!("{key}.samples[{index}]"), (request.width, request.height))?;
         }

@@ -28,7 +28,7 @@ pub(super) struct BatchInputs {
     pub(super) latents: Vec<Tensor>,
     /// The latents of its images before their augmentations, on the device, if the loss compares with them and they differ.
     pub(super) unaugmented: Option<Tensor>,
-    /// The latents of its control images, of the negative images of a slider, or of the pairs of its images, on the device. `None`: it
+    /// The latents of its control images, or for an adapter their pixels; of the negative images of a slider, or of the pairs of its images, on the device. `None`: it
     /// has none.
     pub(super) control: Option<Tensor>,
     /// Left and top edge of the crop of each of its images, in the scaled image.
@@ -86,7 +86,7 @@ struct PreservationPass {
 /// What the items of a batch are conditioned on besides their prompts.
 pub(super) struct ItemInputs {
     pub(super) sizes: Vec<ItemSize>,
-    /// The latents of their control images.
+    /// The latents of their control images, or for an adapter their pixels.
     pub(super) control: Option<Tensor>,
     /// The scale of the guidance, of each item or of all.
     pub(super) scales: Vec<f64>,
@@ -102,6 +102,7 @@ impl ItemInputs {
         let conditioning = model.with_sizes(conditioning, &self.sizes)?;
         let conditioning = with_guidance(process, model, conditioning, &self.scales)?;
         match &self.control {
+            Some(control) if process.adapter.is_some() => model.with_adapter_images(conditioning, control, 1.0),
             Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
             None => Ok(conditioning),
         }
@@ -205,9 +206,12 @@ impl Run<'_> {
                 .map(|unaugmented| [unaugmented]),
             false => None,
         };
-        let control = self
-            .data
-            .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?;
+        let control = match process.adapter {
+            Some(_) => self.data.control_pixels((batch, &moves), (step, micro))?,
+            None => self
+                .data
+                .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?,
+        };
         self.data_time += start.elapsed();
         let control = match control {
             // The negative images of a slider are trained on as the positive ones are.

@@ -1,10 +1,12 @@
-//! The trained parameters of a run: a LoRA, a word, or the model's own weights.
+//! The trained parameters of a run: a LoRA, a word, an adapter of images, or the model's own weights.
 
 use super::super::context::Context;
 use super::adapter_options::{adapter_config, adapter_type};
 use super::embedding::TrainedEmbedding;
+use super::image_adapter::{self, TrainedImageAdapter};
 use super::lr_factors::check_lr_factors_of_network;
 use crate::adapters::{AdapterFile, AdapterHandle, AdapterNetwork};
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::{AdapterNames, Model, Part, PartRole, WeightChanges};
 use crate::optim::Param;
@@ -23,6 +25,8 @@ pub(super) enum TrainedParameters {
     Model(Vec<Param>),
     /// The word of an `embedding` section.
     Embedding(TrainedEmbedding),
+    /// The network of an `adapter` section.
+    ImageAdapter(TrainedImageAdapter),
 }
 
 /// What is changed of the weights of the denoiser and of the text encoders: by the training itself, or by merging the network. Nothing if
@@ -69,11 +73,15 @@ fn trained_parts<'a>(process: &TrainerProcess, model: &'a mut dyn Model) -> Vec<
 }
 
 /// Checks, with the names and shapes of a model alone, that the config leaves something to train, that `train.lr_factors` of a
-/// network are for some of it, and that it can be saved. `ranks_file`: the LoRA of `network.ranks_of_pretrained_lora`.
+/// network are for some of it, and that it can be saved. `ranks_file`: the LoRA of `network.ranks_of_pretrained_lora`. A new adapter of
+/// images must fit the U-Net.
 ///
 /// # Errors
 /// As [`TrainedParameters::new`], and those of [`check_lr_factors_of_network`].
 pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file: Option<&AdapterFile>) -> Result<()> {
+    if let Some(adapter) = &process.adapter {
+        return image_adapter::check(process, adapter, model);
+    }
     if let Some(network) = process.network.as_ref().filter(|_| process.embedding.is_none()) {
         let (config, adapter) = (adapter_config(network), adapter_type(network)?);
         let mut parts = trained_parts(process, model);
@@ -87,13 +95,17 @@ pub(super) fn check(process: &TrainerProcess, model: &mut dyn Model, ranks_file:
 }
 
 impl TrainedParameters {
-    /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
+    /// The parameters of a model that was just loaded. A LoRA is attached to its layers. `checkpointing`: of an adapter's blocks.
     pub(super) fn new(
         process: &TrainerProcess,
         model: &mut dyn Model,
-        seed: u64,
+        (seed, checkpointing): (u64, Checkpointing),
         cx: &mut Context<'_>,
     ) -> Result<Self> {
+        if let Some(adapter) = &process.adapter {
+            let trained = TrainedImageAdapter::new((process, adapter), model, (seed, checkpointing), cx)?;
+            return Ok(Self::ImageAdapter(trained));
+        }
         if let Some(embedding) = &process.embedding {
             return Ok(Self::Embedding(TrainedEmbedding::new(embedding, model, cx)?));
         }
@@ -184,6 +196,7 @@ impl TrainedParameters {
             Self::Adapter(network) => network.params(),
             Self::Model(params) => params.clone(),
             Self::Embedding(word) => word.params().to_vec(),
+            Self::ImageAdapter(adapter) => adapter.params().to_vec(),
         }
     }
 
@@ -193,6 +206,7 @@ impl TrainedParameters {
             Self::Adapter(network) => network.covers_text_encoder(),
             Self::Model(params) => params.iter().any(|p| p.name.starts_with("text_encoder")),
             Self::Embedding(_) => true,
+            Self::ImageAdapter(_) => false,
         }
     }
 
@@ -209,7 +223,7 @@ impl TrainedParameters {
     pub(super) fn handle(&self) -> Option<&Arc<AdapterHandle>> {
         match self {
             Self::Adapter(network) => Some(&network.handle),
-            Self::Model(_) | Self::Embedding(_) => None,
+            Self::Model(_) | Self::Embedding(_) | Self::ImageAdapter(_) => None,
         }
     }
 }

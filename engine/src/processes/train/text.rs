@@ -131,7 +131,7 @@ fn add_prompts(process: &TrainerProcess, seed: u64, data: &TrainingData, embeddi
             .into_iter()
             .flatten()
         {
-            for request in section.requests(process.sample_trigger()) {
+            for request in process.sample_requests(section) {
                 add(&request.prompt, request.prompt_2.as_ref());
                 add(&request.negative_prompt, request.negative_prompt_2.as_ref());
             }

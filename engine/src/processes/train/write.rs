@@ -1,15 +1,15 @@
-//! Writes saves: a LoRA, a whole model as one file, or a whole model as a diffusers folder.
+//! Writes saves: a LoRA, a word, an adapter of images, a whole model as one file, or a whole model as a diffusers folder.
 
 use super::super::context::Context;
 use super::super::job_metadata::{job_metadata, software};
 use super::super::save_dtype::save_dtype;
-use super::super::save_files::files_in_save;
+use super::super::save_files::{files_in_save, replace_folder};
 use super::run::Run;
 use super::target::TrainedParameters;
 use crate::adapters::{lora_file_bytes, python_json};
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::families::SaveOptions;
-use aitk_common::fsutil::{self, TemporaryFolder};
+use aitk_common::fsutil;
 use aitk_common::job::JobSpec;
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
@@ -39,6 +39,7 @@ impl Run<'_> {
                 return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
             }
             (TrainedParameters::Embedding(word), _) => return word.write(path, metadata, step),
+            (TrainedParameters::ImageAdapter(adapter), _) => return adapter.write(path, dtype, &metadata),
             (TrainedParameters::Model(params), _) => params
                 .iter()
                 .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
@@ -55,13 +56,7 @@ impl Run<'_> {
         if !self.folder.saves_folders() {
             return Ok(fsutil::write_atomic(path, |out| model.write_file(out))?);
         }
-        let unfinished = TemporaryFolder::new(fsutil::folder_of(path), "save")?;
-        let inner = unfinished.path().join("model");
-        model.write_folder(&inner)?;
-        // A save of the same step, if the run went back to an earlier step.
-        fsutil::remove(path)?;
-        std::fs::rename(&inner, path).map_err(|error| EngineError::io(path, error))?;
-        Ok(fsutil::sync_dir(fsutil::folder_of(path))?)
+        replace_folder(path, |folder| model.write_folder(folder))
     }
 
     /// Emits the files of a save.
@@ -71,6 +66,7 @@ impl Run<'_> {
             TrainedParameters::Adapter(_) => "lora",
             TrainedParameters::Model(_) => "model",
             TrainedParameters::Embedding(_) => "embedding",
+            TrainedParameters::ImageAdapter(_) => "adapter",
         };
         for file in files_in_save(path) {
             cx.artifact(kind, &self.folder.root, &file, Some(step), None);

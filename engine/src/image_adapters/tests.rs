@@ -1,0 +1,298 @@
+//! Features and predictions of diffusers' T2I-Adapters and ControlNets beside the tiny models (`tests/reference/make_image_adapters.py`).
+
+use super::test_weights::{fill, filled, new_adapter, noise, pixels, report};
+use super::{AdapterRequest, find};
+use crate::checkpointing::Checkpointing;
+use crate::families::{Conditioning, Model, write_adapter_folder};
+use crate::models::t2i_adapter::{T2iAdapter, T2iAdapterConfig};
+use crate::models::unet::UNetInputs;
+use crate::testing::{fixtures, gap, largest, tiny, tiny_sd};
+use crate::weights::Weights;
+use aitk_common::job::adapter::{AdapterConfig, AdapterType};
+use candle_core::{Device, Tensor, safetensors};
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+fn expected() -> HashMap<String, Tensor> {
+    safetensors::load(fixtures().join("image_adapters/expected.safetensors"), &Device::Cpu).unwrap()
+}
+
+/// The config of a job for one of the fixture's T2I-Adapters.
+fn t2i(name: &str) -> AdapterConfig {
+    let keys = &report()["t2i_configs"][name];
+    let number = |key: &str| keys[key].as_u64().unwrap() as u32;
+    AdapterConfig {
+        train: true,
+        channels: serde_json::from_value(keys["channels"].clone()).unwrap(),
+        num_res_blocks: number("num_res_blocks"),
+        downscale_factor: number("downscale_factor"),
+        ..AdapterConfig::default()
+    }
+}
+
+fn control_net() -> AdapterConfig {
+    AdapterConfig {
+        kind: AdapterType::ControlNet,
+        train: true,
+        ..AdapterConfig::default()
+    }
+}
+
+fn check(what: &str, ours: &Tensor, theirs: &Tensor) {
+    assert_eq!(ours.dims(), theirs.dims(), "{what}");
+    let difference = gap(ours, theirs) / largest(theirs);
+    println!("{what}: {difference:.1e}");
+    assert!(difference < 1e-4, "{what} differs by {difference:.1e}");
+}
+
+/// The noisy latents, the timesteps and the conditioning of a case.
+fn inputs(
+    name: &str,
+    model: &dyn Model,
+    (height, width): (usize, usize),
+    context: usize,
+) -> (Tensor, Tensor, Conditioning) {
+    let conditioning =
+        Conditioning::default().with("context", noise(&format!("{name}/context"), &[1, 77, context], 1.0));
+    let conditioning = match model.family().arch() {
+        aitk_common::job::arch::ArchName::Sdxl => {
+            let sizes = Tensor::new(&[[64f32, 48.0, 0.0, 4.0, 64.0, 48.0]], &Device::Cpu).unwrap();
+            let width = model.encode_nothing(1).unwrap().get("pooled").unwrap().dims()[1];
+            conditioning
+                .with("pooled", noise("pooled", &[1, width], 1.0))
+                .with("time_ids", sizes)
+        }
+        _ => conditioning,
+    };
+    let sample = noise(&format!("{name}/sample"), &[1, 4, height, width], 1.5);
+    (sample, Tensor::new(&[417f32], &Device::Cpu).unwrap(), conditioning)
+}
+
+#[test]
+fn features_of_t2i_adapters_match_diffusers() {
+    let expected = expected();
+    for (name, size) in [("full", (18, 14)), ("light", (18, 14)), ("xl", (20, 12))] {
+        let config = T2iAdapterConfig::from_json(&report()["t2i_configs"][name]).unwrap();
+        let weights = Weights::init(1, &Device::Cpu);
+        let adapter = T2iAdapter::new(&weights, &config).unwrap();
+        for (name, var) in weights.vars() {
+            var.set(&filled(&name, var.dims())).unwrap();
+        }
+        let images = pixels(&format!("{name}/image"), &[1, 3, size.0, size.1]);
+        let features = adapter.forward(&images).unwrap();
+        let shapes = config.feature_shapes(size);
+        assert_eq!(features.len(), shapes.len());
+        for (number, (feature, shape)) in features.iter().zip(&shapes).enumerate() {
+            let key = format!("{name}/feature_{number}");
+            check(&key, feature, &expected[&key]);
+            assert_eq!(feature.dims()[1..], shape[..]);
+        }
+        assert!(!expected.contains_key(&format!("{name}/feature_{}", features.len())));
+    }
+}
+
+#[test]
+fn predictions_with_adapters_match_diffusers() {
+    let expected = expected();
+    let models: [(&str, AdapterConfig, Box<dyn Model>, (usize, usize), f64); 4] = [
+        ("full", t2i("full"), Box::new(tiny_sd()), (9, 7), 0.7),
+        (
+            "xl",
+            t2i("xl"),
+            Box::new(tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl")),
+            (10, 6),
+            0.7,
+        ),
+        ("control", control_net(), Box::new(tiny_sd()), (8, 6), 0.8),
+        (
+            "control_xl",
+            control_net(),
+            Box::new(tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl")),
+            (8, 6),
+            0.8,
+        ),
+    ];
+    for (name, config, mut model, size, scale) in models {
+        let adapter = new_adapter(&config, &*model);
+        fill(&*adapter, |_| true);
+        model.set_image_adapter(adapter).unwrap();
+        let context = model.encode_nothing(1).unwrap().get("context").unwrap().dims()[2];
+        let (sample, times, conditioning) = inputs(name, &*model, size, context);
+        let images = pixels(&format!("{name}/image"), &[1, 3, 2 * size.0, 2 * size.1]);
+        let without = model
+            .predict(std::slice::from_ref(&sample), &times, &conditioning)
+            .unwrap();
+        let with = model.with_adapter_images(conditioning, &images, scale).unwrap();
+        let theirs = &expected[&format!("{name}/prediction")];
+        let ours = model.predict(std::slice::from_ref(&sample), &times, &with).unwrap();
+        check(&format!("{name}/prediction"), &ours[0], theirs);
+        assert!(
+            gap(&without[0], theirs) > 1e-2 * largest(theirs),
+            "{name} changes nothing"
+        );
+        // Computed once for all steps of a sample, and by the copy without gradients.
+        let encoded = model.with_encoded_adapter_images(with.clone()).unwrap();
+        assert!(encoded.find("adapter_images").is_none());
+        let again = model.detach().unwrap().predict(&[sample], &times, &encoded).unwrap();
+        assert!(gap(&again[0], &ours[0]) < 1e-5 * largest(theirs), "{name}");
+    }
+}
+
+#[test]
+fn residuals_of_a_controlnet_match_diffusers() {
+    let expected = expected();
+    let model = tiny_sd();
+    let adapter = new_adapter(&control_net(), &model);
+    fill(&*adapter, |_| true);
+    let (sample, timesteps, conditioning) = inputs("control", &model, (8, 6), 32);
+    let inputs = UNetInputs {
+        sample: &sample,
+        timesteps: &timesteps,
+        context: conditioning.get("context").unwrap(),
+        conditions: None,
+    };
+    let encoded = adapter.encode(&pixels("control/image", &[1, 3, 16, 12])).unwrap();
+    let found = adapter.residuals(&encoded, &inputs).unwrap();
+    assert!(found.in_blocks.is_empty());
+    let all: Vec<&Tensor> = found.skips.iter().chain(&found.middle).collect();
+    assert_eq!(all.len(), 5);
+    for (number, residual) in all.into_iter().enumerate() {
+        let key = format!("control/residual_{number}");
+        check(&key, &(residual * 0.8).unwrap(), &expected[&key]);
+    }
+}
+
+#[test]
+fn a_new_controlnet_has_the_weights_of_the_u_net_and_changes_nothing() {
+    let mut model = tiny_sd();
+    let adapter = new_adapter(&control_net(), &model);
+    let unet = crate::weights::Index::open(fixtures().join("tiny_sd/unet")).unwrap();
+    let mut copied = 0;
+    for (name, var) in adapter.trained() {
+        if unet.contains(name) {
+            let weight = unet.read(name, candle_core::DType::F32, &Device::Cpu).unwrap();
+            assert_eq!(gap(var.as_tensor(), &weight), 0.0, "{name}");
+            copied += 1;
+        }
+    }
+    assert!(copied > 40 && copied + 20 > adapter.trained().len(), "{copied}");
+    model.set_image_adapter(adapter).unwrap();
+    let (sample, times, conditioning) = inputs("control", &model, (8, 6), 32);
+    let images = pixels("control/image", &[1, 3, 16, 12]);
+    let predict = |conditioning: &Conditioning| {
+        let predicted = model.predict(std::slice::from_ref(&sample), &times, conditioning);
+        predicted.unwrap().remove(0)
+    };
+    let without = predict(&conditioning);
+    let with = predict(&model.with_adapter_images(conditioning, &images, 1.0).unwrap());
+    assert_eq!(gap(&without, &with), 0.0);
+}
+
+fn load(
+    config: &AdapterConfig,
+    path: &Path,
+    model: &dyn Model,
+) -> Result<std::sync::Arc<dyn super::ImageAdapter>, String> {
+    let request = AdapterRequest {
+        config,
+        arch: model.family().arch(),
+        path: Some(path),
+        seed: 7,
+        checkpointing: Checkpointing::Off,
+    };
+    let target = model.image_adapter_target().unwrap();
+    find(config.kind)
+        .unwrap()
+        .load(&request, &target)
+        .map_err(|error| error.to_string())
+}
+
+#[test]
+fn folders_and_files_of_diffusers_are_loaded_and_those_of_other_models_refused() {
+    let (sd, xl) = (tiny_sd(), tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl"));
+    for config in [t2i("full"), control_net()] {
+        let adapter = new_adapter(&config, &sd);
+        fill(&*adapter, |_| true);
+        let tensors: BTreeMap<String, Tensor> = adapter
+            .trained()
+            .iter()
+            .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+            .collect();
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("adapter");
+        write_adapter_folder(&folder, &adapter.config_json(), &tensors, &BTreeMap::new()).unwrap();
+        // A folder has its own config, a file that of the job.
+        let other = AdapterConfig {
+            channels: vec![8],
+            ..config.clone()
+        };
+        let file = folder.join("diffusion_pytorch_model.safetensors");
+        for (config, path) in [(&other, &folder), (&config, &file)] {
+            let loaded = load(config, path, &sd).unwrap();
+            assert_eq!(loaded.trained().len(), tensors.len());
+            for (name, var) in loaded.trained() {
+                assert_eq!(gap(var.as_tensor(), &tensors[name]), 0.0, "{name}");
+            }
+        }
+        let error = load(&config, &folder, &xl).unwrap_err();
+        assert!(
+            error.contains("another model") || error.contains("feature 0"),
+            "{error}"
+        );
+        let wrong = AdapterConfig {
+            kind: match config.kind {
+                AdapterType::T2i => AdapterType::ControlNet,
+                _ => AdapterType::T2i,
+            },
+            ..config.clone()
+        };
+        let error = load(&wrong, &folder, &sd).unwrap_err();
+        assert!(error.contains("it is a ") && error.contains("adapter.type"), "{error}");
+    }
+}
+
+#[test]
+fn a_t2i_adapter_that_does_not_fit_the_u_net_says_what_is_wrong() {
+    let model = tiny_sd();
+    let target = model.image_adapter_target().unwrap();
+    let refused = |change: &dyn Fn(&mut AdapterConfig)| {
+        let mut config = t2i("full");
+        change(&mut config);
+        let request = AdapterRequest {
+            config: &config,
+            arch: model.family().arch(),
+            path: None,
+            seed: 7,
+            checkpointing: Checkpointing::Off,
+        };
+        find(AdapterType::T2i)
+            .unwrap()
+            .check(&request, &target)
+            .map_err(|error| error.to_string())
+    };
+    assert!(refused(&|_| {}).is_ok());
+    // Fewer features than blocks.
+    assert!(refused(&|config| config.channels = vec![16]).is_ok());
+    let cases: [(fn(&mut AdapterConfig), &str); 4] = [
+        (|config| config.channels = vec![320, 640, 1280, 1280], "places for 3"),
+        (|config| config.channels = vec![16, 16], "feature 1 has 16 channels"),
+        (|config| config.downscale_factor = 8, "feature 0 has 16 channels at 1/4"),
+        (
+            |config| config.adapter_type = aitk_common::job::adapter::T2iNetwork::LightAdapter,
+            "feature 2",
+        ),
+    ];
+    for (change, text) in cases {
+        let error = refused(&change).unwrap_err();
+        assert!(error.contains(text), "{text}: {error}");
+    }
+    let images = pixels("odd", &[1, 3, 9, 8]);
+    let error = new_adapter(&t2i("full"), &model)
+        .encode(&images)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("8 x 9 pixels") && error.contains("multiples of 2"),
+        "{error}"
+    );
+}
