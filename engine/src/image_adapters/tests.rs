@@ -94,23 +94,13 @@ fn features_of_t2i_adapters_match_diffusers() {
 #[test]
 fn predictions_with_adapters_match_diffusers() {
     let expected = expected();
-    let models: [(&str, AdapterConfig, Box<dyn Model>, (usize, usize), f64); 4] = [
-        ("full", t2i("full"), Box::new(tiny_sd()), (9, 7), 0.7),
-        (
-            "xl",
-            t2i("xl"),
-            Box::new(tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl")),
-            (10, 6),
-            0.7,
-        ),
-        ("control", control_net(), Box::new(tiny_sd()), (8, 6), 0.8),
-        (
-            "control_xl",
-            control_net(),
-            Box::new(tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl")),
-            (8, 6),
-            0.8,
-        ),
+    let sd = || Box::new(tiny_sd()) as Box<dyn Model>;
+    let xl = || Box::new(tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl")) as Box<dyn Model>;
+    let models = [
+        ("full", t2i("full"), sd(), (9, 7), 0.7),
+        ("xl", t2i("xl"), xl(), (10, 6), 0.7),
+        ("control", control_net(), sd(), (8, 6), 0.8),
+        ("control_xl", control_net(), xl(), (8, 6), 0.8),
     ];
     for (name, config, mut model, size, scale) in models {
         let adapter = new_adapter(&config, &*model);
@@ -251,6 +241,9 @@ fn folders_and_files_of_diffusers_are_loaded_and_those_of_other_models_refused()
     }
 }
 
+/// A change of a config.
+type Change = fn(&mut AdapterConfig);
+
 #[test]
 fn a_t2i_adapter_that_does_not_fit_the_u_net_says_what_is_wrong() {
     let model = tiny_sd();
@@ -273,7 +266,7 @@ fn a_t2i_adapter_that_does_not_fit_the_u_net_says_what_is_wrong() {
     assert!(refused(&|_| {}).is_ok());
     // Fewer features than blocks.
     assert!(refused(&|config| config.channels = vec![16]).is_ok());
-    let cases: [(fn(&mut AdapterConfig), &str); 4] = [
+    let cases: [(Change, &str); 4] = [
         (|config| config.channels = vec![320, 640, 1280, 1280], "places for 3"),
         (|config| config.channels = vec![16, 16], "feature 1 has 16 channels"),
         (|config| config.downscale_factor = 8, "feature 0 has 16 channels at 1/4"),
