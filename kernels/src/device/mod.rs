@@ -9,6 +9,7 @@ pub mod gpus;
 mod metal;
 mod peak;
 pub mod portable;
+pub mod precision;
 pub mod rate;
 pub mod self_test;
 pub mod threads;
@@ -18,6 +19,7 @@ pub use peak::DevicePeak;
 use crate::error::{EngineError, Result};
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::{DType, Device};
+use precision::MatmulPrecision;
 
 /// An open device and the dtype to compute in.
 #[derive(Clone, Debug)]
@@ -65,7 +67,8 @@ pub fn open(device: DeviceRef) -> Result<Device> {
 /// Opens a device and chooses the dtype. `requested` is the config's name (`fp16`, `bf16`, `float32`, …), or empty for
 /// f32.
 ///
-/// The CPU always computes in f32: its half-precision products are slower. A GPU, or the CPU in portable mode, computes in the
+/// On the CPU tensors are always f32. Where bf16 is requested and the CPU has instructions for it, layers multiply in bf16 if the caller runs
+/// them in [`precision::MatmulPrecision::of`] this request; other requests for 16 bits get a notice. A GPU, or the CPU in portable mode, computes in the
 /// requested dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its
 /// products are summed in f32 too), else in f32.
 ///
@@ -76,6 +79,9 @@ pub fn open_with_dtype(device: DeviceRef, requested: &str) -> Result<Compute> {
     let opened = open(device)?;
     let (dtype, notes) = match (device.kind, requested_dtype) {
         (_, DType::F32) => (DType::F32, Vec::new()),
+        (DeviceKind::Cpu, dtype) if MatmulPrecision::of(device, dtype) == MatmulPrecision::Bf16 => {
+            (DType::F32, Vec::new())
+        }
         (DeviceKind::Cpu, _) if !device.is_portable() => {
             let note = format!("computing in f32 on the CPU (the config asks for {requested})");
             (DType::F32, vec![note])
@@ -161,14 +167,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cpu_computes_in_f32_with_a_notice() {
+    fn the_cpu_has_tensors_in_f32_and_a_notice_where_it_computes_in_another_dtype() {
         let cpu = DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,
         };
+        let fp16 = open_with_dtype(cpu, "fp16").unwrap();
+        assert_eq!(fp16.dtype, DType::F32);
+        assert!(fp16.notes[0].contains("f32"));
         let bf16 = open_with_dtype(cpu, "bf16").unwrap();
         assert_eq!(bf16.dtype, DType::F32);
-        assert!(bf16.notes[0].contains("f32"));
+        assert_eq!(
+            bf16.notes.is_empty(),
+            precision::has_bf16_products(),
+            "{:?}",
+            bf16.notes
+        );
         assert!(open_with_dtype(cpu, "float32").unwrap().notes.is_empty());
         let portable = open_with_dtype(DeviceRef::PORTABLE_CPU, "bf16").unwrap();
         assert_eq!((portable.dtype, portable.notes), (DType::BF16, vec![]));

@@ -45,12 +45,15 @@ pub(super) struct LowRankSizes {
     pub(super) inputs: usize,
     pub(super) outputs: usize,
     pub(super) rank: usize,
+    /// Whether products round the weight to bfloat16.
+    pub(super) rounds_weight: bool,
 }
 
 impl LowRankSizes {
-    /// Whether merging the change into the weight is less work than multiplying every row with `down` and `up`.
+    /// Whether merging the change into the weight is less work than multiplying every row with `down` and `up`. It is not merged where the sum
+    /// would be rounded to bfloat16: small changes would be lost. The products with `down` and `up` are in f32.
     pub(super) fn should_merge(self) -> bool {
-        self.rows * (self.inputs + self.outputs) >= self.inputs * self.outputs
+        !self.rounds_weight && self.rows * (self.inputs + self.outputs) >= self.inputs * self.outputs
     }
 
     /// The weight [out, in] with the product of `down` [rank, in] and `up` [out, rank] added.

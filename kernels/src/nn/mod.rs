@@ -10,6 +10,8 @@ mod adapter;
 #[cfg(test)]
 mod adapter_tests;
 mod attention;
+#[cfg(test)]
+mod bf16_tests;
 mod conv1d;
 mod conv2d;
 mod conv3d;

@@ -1,5 +1,6 @@
 //! The sizes of a convolution, its division into tiles, and col2im for gradients of strided convolutions.
 
+use crate::nn::cpu::Bf16Isa;
 use candle_core::Shape;
 use rayon::prelude::*;
 
@@ -23,6 +24,8 @@ pub(in crate::nn) struct Geometry {
     pub(super) padding_h: usize,
     /// Zero padding left and right.
     pub(super) padding_w: usize,
+    /// What the products with the weight are computed with; `None`: in f32.
+    pub(super) bf16: Option<Bf16Isa>,
 }
 
 /// The maximum of elements in the window buffer of a tile: 4 MiB of f32.
@@ -64,7 +67,13 @@ impl Geometry {
             stride,
             padding_h,
             padding_w,
+            bf16: None,
         })
+    }
+
+    /// The same sizes, with products that are computed in this way; `None`: in f32.
+    pub(in crate::nn) fn multiplied_with(self, bf16: Option<Bf16Isa>) -> Self {
+        Self { bf16, ..self }
     }
 
     /// The elements of a window: in * kh * kw.

@@ -1,7 +1,9 @@
 //! Implicit im2col: the windows of images as an operand of a matrix product, packed directly from the images.
 
 use super::geometry::Geometry;
-use crate::nn::cpu::{LeftOperand, RightOperand, Simd};
+use crate::nn::cpu::{
+    Bf16Left, Bf16Right, Bf16Simd, LeftOperand, RightOperand, Simd, pack_left_by_lines, pack_right_by_lines,
+};
 use std::ops::Range;
 
 /// The im2col matrix: a column for each output pixel, image by image. Depth runs over channel, row and column of a
@@ -81,6 +83,19 @@ impl RightOperand for Im2col<'_> {
                 (ky, channel) = (0, channel + 1);
             }
         }
+    }
+}
+
+impl Bf16Right for Im2col<'_> {
+    fn fits(&self, cols: usize, depth: usize) -> bool {
+        let g = self.g;
+        let images = cols.div_ceil(g.pixels().max(1));
+        depth <= g.depth() && images * g.inputs * g.height * g.width <= self.x.len()
+    }
+
+    #[inline(always)]
+    fn pack_pairs<S: Bf16Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [u32]) {
+        pack_right_by_lines::<S>(self, cols, depth, width, panel);
     }
 }
 
@@ -180,5 +195,16 @@ impl LeftOperand for FlippedWeight<'_> {
                 (tap, output) = (0, output + 1);
             }
         }
+    }
+}
+
+impl Bf16Left for FlippedWeight<'_> {
+    fn fits(&self, rows: usize, depth: usize) -> bool {
+        rows <= self.inputs && depth.div_ceil(self.taps.max(1)) * self.inputs * self.taps <= self.weight.len()
+    }
+
+    #[inline(always)]
+    fn pack_pairs<S: Bf16Simd>(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [u32]) {
+        pack_left_by_lines::<S>(self, rows, depth, panel);
     }
 }

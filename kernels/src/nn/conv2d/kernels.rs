@@ -1,8 +1,8 @@
-//! The convolution and its gradients as matrix products.
+//! The convolution and its gradients as matrix products. The gradient of the weight is always in f32.
 
 use super::geometry::Geometry;
 use super::im2col::{FlippedWeight, Im2col, Im2colTransposed};
-use crate::nn::cpu::{self, InitialValue, LeftOperand, Mat, MatMut, Product, Sizes};
+use crate::nn::cpu::{self, Bf16Left, Bf16Product, InitialValue, LeftOperand, Mat, MatMut, Product, Sizes};
 use rayon::prelude::*;
 
 /// Images with fewer output pixels than this are computed several at a time, in one product.
@@ -19,7 +19,7 @@ impl Geometry {
         let depth = self.depth();
         let weight = Mat::new(weight, self.outputs, depth);
         if !self.is_pointwise() {
-            return Ok(self.convolve(x, &weight, bias));
+            return self.convolve(x, &weight, bias);
         }
         let pixels = self.pixels();
         let mut y = vec![0f32; self.batch * self.outputs * pixels];
@@ -27,52 +27,53 @@ impl Geometry {
             return Ok(y);
         }
         for (y, x) in y.chunks_mut(self.outputs * pixels).zip(x.chunks(self.inputs * pixels)) {
-            let beta = match bias {
-                Some(bias) => {
-                    y.chunks_mut(pixels).zip(bias).for_each(|(plane, b)| plane.fill(*b));
-                    1.0
-                }
-                None => 0.0,
-            };
-            let out = MatMut::new(y, self.outputs, pixels);
-            cpu::gemm(out, weight, Mat::new(x, depth, pixels), 1.0, beta, cpu::threads())?;
+            if let Some(bias) = bias {
+                y.chunks_mut(pixels).zip(bias).for_each(|(plane, b)| plane.fill(*b));
+            }
+            let (out, x) = (MatMut::new(y, self.outputs, pixels), Mat::new(x, depth, pixels));
+            cpu::layer_product(self.bf16, out, weight, x, bias.is_some(), cpu::threads())?;
         }
         Ok(y)
     }
 
-    fn convolve(&self, x: &[f32], weight: &impl LeftOperand, bias: Option<&[f32]>) -> Vec<f32> {
+    fn convolve(
+        &self,
+        x: &[f32],
+        weight: &(impl LeftOperand + Bf16Left),
+        bias: Option<&[f32]>,
+    ) -> candle_core::Result<Vec<f32>> {
         let pixels = self.pixels();
         let (image_in, image_out) = (self.inputs * self.height * self.width, self.outputs * pixels);
         let mut y = vec![0f32; self.batch * image_out];
         if y.is_empty() {
-            return y;
+            return Ok(y);
         }
         let initial = bias.map_or(InitialValue::Zero, InitialValue::PerRow);
         let run = |x: &[f32], images: usize, out: &mut [f32]| {
             let cols = images * pixels;
-            let product = Product {
-                sizes: Sizes {
-                    rows: self.outputs,
-                    cols,
-                    depth: self.depth(),
-                },
-                a: weight,
-                b: &Im2col { g: self, x },
-                initial,
+            let sizes = Sizes {
+                rows: self.outputs,
+                cols,
+                depth: self.depth(),
             };
-            product.write(out, cols, cpu::threads());
+            let (a, b) = (weight, &Im2col { g: self, x });
+            if let Some(isa) = self.bf16 {
+                return Bf16Product { sizes, a, b, initial }.write(isa, out, cols, cpu::threads());
+            }
+            Product { sizes, a, b, initial }.write(out, cols, cpu::threads());
+            Ok(())
         };
         if self.batch == 1 || pixels >= SMALL_IMAGE {
             for (image, out) in y.chunks_mut(image_out).enumerate() {
-                run(&x[image * image_in..], 1, out);
+                run(&x[image * image_in..], 1, out)?;
             }
-            return y;
+            return Ok(y);
         }
         let images_per_product = (SMALL_IMAGE / pixels).max(1);
         let mut flat = vec![0f32; images_per_product.min(self.batch) * image_out];
         for (group, y) in y.chunks_mut(images_per_product * image_out).enumerate() {
             let images = y.len() / image_out;
-            run(&x[group * images_per_product * image_in..], images, &mut flat);
+            run(&x[group * images_per_product * image_in..], images, &mut flat)?;
             y.par_chunks_mut(pixels)
                 .with_min_len(8)
                 .enumerate()
@@ -81,7 +82,7 @@ impl Geometry {
                     plane.copy_from_slice(&flat[(o * images + image) * pixels..][..pixels]);
                 });
         }
-        y
+        Ok(y)
     }
 
     /// Computes dx [batch, in, h, w] from weight [out, in, kh, kw] and dy [batch, out, pixels].
@@ -92,7 +93,7 @@ impl Geometry {
                 inputs: self.inputs,
                 taps: self.kernel_h * self.kernel_w,
             };
-            return Ok(transposed.convolve(dy, &weight, None));
+            return transposed.convolve(dy, &weight, None);
         }
         let depth = self.depth();
         let mut dx = vec![0f32; self.batch * self.inputs * self.height * self.width];
@@ -105,7 +106,7 @@ impl Geometry {
             self.gather(dy, tile, &mut flat);
             let grad = Mat::new(&flat, self.outputs, columns);
             let out = MatMut::new(&mut col, depth, columns);
-            cpu::gemm(out, weight, grad, 1.0, 0.0, cpu::threads())?;
+            cpu::layer_product(self.bf16, out, weight, grad, false, cpu::threads())?;
             self.col2im(&col, tile, &mut dx);
         }
         Ok(dx)

@@ -42,7 +42,7 @@ impl LowRankConv {
             candle_core::bail!("a LoRA with down {down:?} and up {up:?} does not match the weight {weight:?}");
         }
         let (stride, padding) = (self.op.stride, self.op.padding);
-        let full = Geometry::new(x, &weight, stride, padding)?;
+        let full = Geometry::new(x, &weight, stride, padding)?.multiplied_with(self.op.bf16);
         let pixels = full.out_h * full.out_w;
         Ok(Sizes {
             low_rank: Geometry::new(x, down, stride, padding)?,
@@ -51,6 +51,7 @@ impl LowRankConv {
                 inputs: inputs * kh * kw,
                 outputs,
                 rank,
+                rounds_weight: self.op.bf16.is_some(),
             },
             pixels,
             full,

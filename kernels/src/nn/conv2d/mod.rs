@@ -10,6 +10,7 @@ mod low_rank;
 mod op;
 mod tensors;
 
+use super::cpu::bf16_isa;
 use super::low_rank::FusedLora;
 use super::{BaseLayer, LayerAdapter, LayerKind};
 use crate::autograd::apply;
@@ -122,6 +123,7 @@ impl Conv2d {
             stride: self.stride,
             padding: [self.padding; 2],
             bias: bias.map(Tensor::contiguous).transpose()?,
+            bf16: bf16_isa(),
         })
     }
 }
@@ -148,7 +150,12 @@ pub(super) fn conv2d_padded(
     stride: usize,
     padding: Padding,
 ) -> candle_core::Result<Tensor> {
-    let op = |bias| ConvOp { stride, padding, bias };
+    let op = |bias| ConvOp {
+        stride,
+        padding,
+        bias,
+        bf16: bf16_isa(),
+    };
     match (bias.map(Tensor::contiguous).transpose()?, weight.track_op()) {
         (Some(bias), _) if bias.track_op() => apply([x, weight, &bias], op(None)),
         (bias, true) => apply([x, weight], op(bias)),

@@ -4,7 +4,7 @@ use super::geometry::{Geometry, Padding};
 use super::tensors::backward_bias;
 use crate::autograd::{Input, Operation};
 use crate::cuda_kernels;
-use crate::nn::cpu;
+use crate::nn::cpu::{self, Bf16Isa};
 use crate::weights::Weight;
 use candle_core::{Device, Shape, Tensor};
 
@@ -15,6 +15,8 @@ pub(super) struct ConvOp {
     pub(super) stride: usize,
     pub(super) padding: Padding,
     pub(super) bias: Option<Tensor>,
+    /// What the output and the gradient of the input are computed with; `None`: in f32. The gradient of the weight is in f32.
+    pub(super) bf16: Option<Bf16Isa>,
 }
 
 impl ConvOp {
@@ -24,7 +26,7 @@ impl ConvOp {
         (weight, weight_shape): (&[f32], &Shape),
         bias: Option<&[f32]>,
     ) -> ForwardResult {
-        let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?;
+        let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?.multiplied_with(self.bf16);
         if let Some(bias) = bias
             && bias.len() != g.outputs
         {
@@ -38,7 +40,7 @@ impl ConvOp {
 
     /// Computes the gradient of x.
     pub(super) fn backward_input(&self, x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
-        let g = Geometry::new(x, weight.shape(), self.stride, self.padding)?;
+        let g = Geometry::new(x, weight.shape(), self.stride, self.padding)?.multiplied_with(self.bf16);
         let dx = cpu::with_slice(weight, |w| cpu::with_slice(gradient, |dy| g.backward_input(w, dy)))???;
         Tensor::from_vec(dx, x, &Device::Cpu)
     }

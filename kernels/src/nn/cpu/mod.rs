@@ -1,9 +1,10 @@
 //! The basis of the kernels for the CPU: SIMD vectors, threads and matrix products.
 //!
-//! The kernels run on `f32` on the CPU; on CUDA and Metal, and for other dtypes, the same functions are composed of
+//! The kernels run on `f32` on the CPU, and layers may round the operands of their products ([`bf16`]); on CUDA and Metal, and for other dtypes, the same functions are composed of
 //! candle's operations. The order of every sum is fixed and does not depend on the number of threads, so that the same
 //! inputs give the same bits.
 
+mod bf16;
 mod elementwise;
 mod lines;
 mod mat;
@@ -15,6 +16,10 @@ mod tile;
 mod transposition;
 mod widen;
 
+pub(crate) use bf16::{
+    Bf16Isa, Bf16Left, Bf16Mat, Bf16Product, Bf16Right, Bf16Simd, Bf16Transposed, bf16_isa, pack_left_by_lines,
+    pack_right_by_lines,
+};
 pub(crate) use elementwise::{Function, map_parallel, map_serial};
 pub(crate) use lines::{BrainHalf, Element, Half};
 pub(crate) use mat::{Mat, StoredMat};
@@ -59,6 +64,60 @@ impl<'a> MatMut<'a> {
         }
     }
 }
+
+/// Computes the product of a layer, `out = initial + a * b`, on `threads` threads: of operands that are rounded to bfloat16, or in f32. `adds`:
+/// the initial value is what `out` contains, else zero.
+///
+/// # Errors
+/// When the shapes do not match, or a slice is too short.
+pub(crate) fn layer_product(
+    isa: Option<Bf16Isa>,
+    out: MatMut<'_>,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    adds: bool,
+    threads: usize,
+) -> candle_core::Result<()> {
+    let fits = out.col_stride == 1 && a.cols == b.rows && out.rows == a.rows && out.cols == b.cols;
+    let sizes = Sizes {
+        rows: a.rows,
+        cols: b.cols,
+        depth: a.cols,
+    };
+    let initial = match adds {
+        true => InitialValue::Output,
+        false => InitialValue::Zero,
+    };
+    let (isa, [left, right]) = (isa.filter(|_| fits), [&a, &b]);
+    if let Some(isa) = isa {
+        let product = Bf16Product {
+            sizes,
+            a: left,
+            b: right,
+            initial,
+        };
+        return product.write(isa, out.data, out.row_stride, threads);
+    }
+    let has_slices = a.fits_slice()
+        && b.fits_slice()
+        && mat::extent(out.rows, out.cols, out.row_stride, out.col_stride) <= out.data.len();
+    if fits && has_slices && out.rows < ROWS_PER_COLUMN * out.cols {
+        let product = Product {
+            sizes,
+            a: left,
+            b: right,
+            initial,
+        };
+        product.write(out.data, out.row_stride, threads);
+        return Ok(());
+    }
+    gemm(out, a, b, 1.0, if adds { 1.0 } else { 0.0 }, threads)
+}
+
+/// From this number of rows for each column of the result on, the gemm crate is faster: the packed right operand is small, and what counts is
+/// how the left one is packed. (With 4096 rows and 320 columns by a tenth; with 512 rows and 4096 columns it takes 1.5 times as long, because it
+/// transposes the weight element by element.)
+const ROWS_PER_COLUMN: usize = 4;
 
 /// Computes `out = alpha * a * b + beta * out` on `threads` threads.
 ///

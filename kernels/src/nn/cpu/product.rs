@@ -52,7 +52,7 @@ pub(crate) struct Sizes {
 
 impl Sizes {
     /// Into how many blocks rows and columns are divided, for this many threads.
-    fn blocks(self, threads: usize) -> (usize, usize) {
+    pub(super) fn blocks(self, threads: usize) -> (usize, usize) {
         let (mut down, mut across) = (1, self.cols.div_ceil(MAX_COLUMNS).max(1));
         if threads <= 1 || self.rows * self.cols * self.depth < 1 << 16 {
             return (down, across);
@@ -76,13 +76,31 @@ impl Sizes {
 }
 
 /// Range `i` of `parts` ranges of `0..total`, whose lengths are multiples of `grain`.
-fn sub_range(total: usize, parts: usize, grain: usize, i: usize) -> Range<usize> {
+pub(super) fn sub_range(total: usize, parts: usize, grain: usize, i: usize) -> Range<usize> {
     let length = total.div_ceil(parts).next_multiple_of(grain);
     (i * length).min(total)..((i + 1) * length).min(total)
 }
 
 /// The result of a product, to which several tasks write.
-struct SharedOutput(*mut f32);
+pub(super) struct SharedOutput(*mut f32);
+
+impl SharedOutput {
+    /// The result of a product in this slice, which is borrowed until all tasks are done.
+    pub(super) fn new(out: &mut [f32]) -> Self {
+        Self(out.as_mut_ptr())
+    }
+
+    /// The address of an element.
+    ///
+    /// # Safety
+    /// The slice has this element.
+    #[inline(always)]
+    #[expect(unsafe_code, reason = "the offset is not checked")]
+    pub(super) unsafe fn at(&self, element: usize) -> *mut f32 {
+        // SAFETY: the caller guarantees that the element exists.
+        unsafe { self.0.add(element) }
+    }
+}
 
 #[expect(unsafe_code, reason = "tasks on several threads write to one slice")]
 // SAFETY: each task writes only to its own block, and blocks do not overlap. The slice is borrowed mutably until all
@@ -127,7 +145,7 @@ impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
             );
         }
         let (down, across) = self.sizes.blocks(threads);
-        let shared = SharedOutput(out.as_mut_ptr());
+        let shared = SharedOutput::new(out);
         let run = |buffers: &mut Vec<f32>, i: usize| {
             let block = Block {
                 product: self,
@@ -219,7 +237,7 @@ impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
                     // this block lies inside them. Both packed panels have the size that `tile` requires.
                     unsafe {
                         let target = OutputTile {
-                            data: self.out.0.add(row * self.stride + col),
+                            data: self.out.at(row * self.stride + col),
                             stride: self.stride,
                             cols: wide.min(cols.end - col),
                             initial,

@@ -184,8 +184,11 @@ unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
 }
 
 /// Writes the initial value plus `sums`.
+///
+/// # Safety
+/// As for [`tile`]'s target.
 #[inline(always)]
-unsafe fn store<S: Simd, const R: usize, const V: usize>(sums: [[S::V; V]; R], target: OutputTile<'_>) {
+pub(super) unsafe fn store<S: Simd, const R: usize, const V: usize>(sums: [[S::V; V]; R], target: OutputTile<'_>) {
     // A loop for each kind of initial value: a choice inside one loop would move the sums from registers to memory.
     macro_rules! lines {
         (|$r:ident, $at:ident, $to:ident, $n:ident| $whole:expr, $part:expr) => {

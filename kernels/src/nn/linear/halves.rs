@@ -1,8 +1,13 @@
 //! Products with a weight that stays in 16-bit floats: it is widened to f32 as it is packed, or a block of it at a time, so that a copy of the
-//! whole in f32 never exists.
+//! whole in f32 never exists. Products of bfloat16 numbers take it as it is.
 
-use super::kernels::{FEW_ROWS, ForwardResult, multiply, multiply_few_rows_into, multiply_rows, rows_of};
-use crate::nn::cpu::{BrainHalf, Element, Half, Sizes, StoredMat};
+use super::kernels::{
+    FEW_ROWS, ForwardResult, multiply, multiply_few_rows_into, multiply_rows, output_with_bias, rows_of,
+};
+use crate::nn::cpu::{
+    self, Bf16Isa, Bf16Mat, Bf16Product, Bf16Transposed, BrainHalf, Element, Half, InitialValue, Mat, MatMut, Sizes,
+    StoredMat,
+};
 use crate::nn::transpose::transpose_slice;
 use crate::quant::HalfFormat;
 use candle_core::{Result, Shape};
@@ -19,6 +24,8 @@ pub(super) struct HalfWeight<'a> {
     data: &'a [[u8; 2]],
     outputs: usize,
     inputs: usize,
+    /// What products are computed with; `None`: in f32.
+    bf16: Option<Bf16Isa>,
 }
 
 impl<'a> HalfWeight<'a> {
@@ -32,42 +39,115 @@ impl<'a> HalfWeight<'a> {
                 data,
                 outputs,
                 inputs,
+                bf16: None,
             }),
             _ => candle_core::bail!("{} bytes do not match a 16-bit weight of shape {dims:?}", bytes.len()),
         }
     }
 
-    /// Writes the numbers of these outputs to `block`, one row after the other.
-    fn widen(&self, outputs: Range<usize>, block: &mut Vec<f32>) {
-        let width = self.inputs;
+    /// The same weight, whose products are computed in this way; `None`: in f32.
+    pub(super) fn multiplied_with(self, bf16: Option<Bf16Isa>) -> Self {
+        Self { bf16, ..self }
+    }
+
+    /// Writes the numbers of these outputs and inputs to `block`, one row after the other.
+    fn widen(&self, outputs: Range<usize>, inputs: Range<usize>, block: &mut Vec<f32>) {
+        let width = inputs.len();
         block.resize(outputs.len() * width, 0.0);
         if width == 0 {
             return;
         }
         let rows = block.par_chunks_mut(width).zip(outputs.into_par_iter());
         rows.with_min_len(16).for_each(|(to, output)| {
-            let from = &self.data[output * width..][..width];
+            let from = &self.data[output * self.inputs..][inputs.clone()];
             self.format.widen(from, to);
         });
+    }
+
+    /// The matrix and the instructions for its products, where these are products of bfloat16 numbers: then nothing is widened.
+    fn in_bf16(&self) -> Option<(Bf16Isa, Bf16Mat<'a>)> {
+        let isa = self.bf16.filter(|_| self.format == HalfFormat::Bf16)?;
+        let weight = Bf16Mat {
+            data: self.data,
+            rows: self.outputs,
+            cols: self.inputs,
+        };
+        Some((isa, weight))
     }
 
     /// As [`multiply`].
     pub(super) fn multiply(&self, x: &[f32], shape: &Shape, bias: Option<&[f32]>) -> ForwardResult {
         let Self { outputs, inputs, .. } = *self;
         let rows = rows_of(shape);
-        if rows <= FEW_ROWS {
-            return self.multiply_few_rows(x, shape, bias);
+        if let Some((isa, weight)) = self.in_bf16() {
+            return multiply_in_bf16(isa, weight, x, shape, bias);
         }
+        if rows > FEW_ROWS && self.bf16.is_none() {
+            return self.multiply_many_rows(x, shape, bias);
+        }
+        let mut block = Vec::new();
+        if outputs * inputs <= BLOCK || inputs == 0 {
+            self.widen(0..outputs, 0..inputs, &mut block);
+            return multiply(self.bf16, x, shape, &block, outputs, bias);
+        }
+        let mut dims = shape.dims().to_vec();
+        if let Some(width) = dims.last_mut() {
+            *width = outputs;
+        }
+        if bias.is_some_and(|bias| bias.len() != outputs) {
+            candle_core::bail!("linear: the bias does not match {outputs} outputs");
+        }
+        let step = (BLOCK / inputs).max(1);
+        let few = rows <= FEW_ROWS;
+        let (mut y, has_bias) = match few {
+            true => (vec![0f32; outputs * rows], false),
+            false => output_with_bias(bias, rows, outputs)?,
+        };
+        for start in (0..outputs).step_by(step) {
+            let part = start..(start + step).min(outputs);
+            self.widen(part.clone(), 0..inputs, &mut block);
+            if few {
+                // Transposed: the rows of this block lie together.
+                let to = &mut y[part.start * rows..part.end * rows];
+                let bias = bias.map(|bias| &bias[part.clone()]);
+                multiply_few_rows_into(self.bf16, to, x, &block, bias, [rows, inputs, part.len()])?;
+                continue;
+            }
+            let out = MatMut::strided(&mut y[part.start..], rows, part.len(), outputs);
+            let (x, weight) = (Mat::new(x, rows, inputs), Mat::new(&block, part.len(), inputs));
+            cpu::layer_product(self.bf16, out, x, weight.t(), has_bias, cpu::threads())?;
+        }
+        match few {
+            true => Ok((transpose_slice(&y, [1, outputs, rows]), dims.into())),
+            false => Ok((y, dims.into())),
+        }
+    }
+
+    /// [`Self::multiply`] in f32: the weight is widened as it is packed.
+    fn multiply_many_rows(&self, x: &[f32], shape: &Shape, bias: Option<&[f32]>) -> ForwardResult {
         let sizes = Sizes {
-            rows,
-            cols: outputs,
-            depth: inputs,
+            rows: rows_of(shape),
+            cols: self.outputs,
+            depth: self.inputs,
         };
         let y = match self.format {
             HalfFormat::Bf16 => multiply_rows(x, &self.transposed::<BrainHalf>(), bias, sizes),
             HalfFormat::F16 => multiply_rows(x, &self.transposed::<Half>(), bias, sizes),
         };
-        Ok((y?, self.output_shape(shape)))
+        let mut dims = shape.dims().to_vec();
+        if let Some(width) = dims.last_mut() {
+            *width = self.outputs;
+        }
+        Ok((y?, dims.into()))
+    }
+
+    /// The weight [outputs, inputs].
+    fn matrix<E: Element<Stored = [u8; 2]>>(&self) -> StoredMat<'a, E> {
+        StoredMat {
+            data: self.data,
+            row_stride: self.inputs,
+            col_stride: 1,
+        }
     }
 
     /// The transposed weight [inputs, outputs].
@@ -79,64 +159,90 @@ impl<'a> HalfWeight<'a> {
         }
     }
 
-    /// The shape of the output for an input of this shape.
-    fn output_shape(&self, input: &Shape) -> Shape {
-        let mut dims = input.dims().to_vec();
-        if let Some(width) = dims.last_mut() {
-            *width = self.outputs;
-        }
-        dims.into()
-    }
-
-    /// [`Self::multiply`] for few rows: blocks of the weight are widened, and read in place.
-    fn multiply_few_rows(&self, x: &[f32], shape: &Shape, bias: Option<&[f32]>) -> ForwardResult {
-        let Self { outputs, inputs, .. } = *self;
-        let rows = rows_of(shape);
-        let mut block = Vec::new();
-        if outputs * inputs <= BLOCK || inputs == 0 {
-            self.widen(0..outputs, &mut block);
-            return multiply(x, shape, &block, outputs, bias);
-        }
-        if bias.is_some_and(|bias| bias.len() != outputs) {
-            candle_core::bail!("linear: the bias does not match {outputs} outputs");
-        }
-        let step = (BLOCK / inputs).max(1);
-        let mut transposed = vec![0f32; outputs * rows];
-        for start in (0..outputs).step_by(step) {
-            let part = start..(start + step).min(outputs);
-            self.widen(part.clone(), &mut block);
-            // The rows of this block lie together in the transposed result.
-            let to = &mut transposed[part.start * rows..part.end * rows];
-            let bias = bias.map(|bias| &bias[part.clone()]);
-            multiply_few_rows_into(to, x, &block, bias, [rows, inputs, part.len()])?;
-        }
-        Ok((
-            transpose_slice(&transposed, [1, outputs, rows]),
-            self.output_shape(shape),
-        ))
-    }
-
     /// The gradient of an input of `rows` rows: dy W, from dy [rows, outputs].
     pub(super) fn backward_input(&self, rows: usize, dy: &[f32]) -> Result<Vec<f32>> {
+        let Self { outputs, inputs, .. } = *self;
         let sizes = Sizes {
             rows,
-            cols: self.inputs,
-            depth: self.outputs,
+            cols: inputs,
+            depth: outputs,
         };
-        match self.format {
-            HalfFormat::Bf16 => multiply_rows(dy, &self.rows::<BrainHalf>(), None, sizes),
-            HalfFormat::F16 => multiply_rows(dy, &self.rows::<Half>(), None, sizes),
+        if self.bf16.is_none() {
+            return match self.format {
+                HalfFormat::Bf16 => multiply_rows(dy, &self.matrix::<BrainHalf>(), None, sizes),
+                HalfFormat::F16 => multiply_rows(dy, &self.matrix::<Half>(), None, sizes),
+            };
         }
+        let mut dx = vec![0f32; rows * inputs];
+        if let Some((isa, weight)) = self.in_bf16() {
+            let (a, b, initial) = (&Mat::new(dy, rows, outputs), &weight, InitialValue::Zero);
+            Bf16Product { sizes, a, b, initial }.write(isa, &mut dx, inputs, cpu::threads())?;
+            return Ok(dx);
+        }
+        // Blocks of inputs, so that each sum is over all outputs at once.
+        let step = (BLOCK / outputs.max(1)).max(1);
+        let mut block = Vec::new();
+        for start in (0..inputs).step_by(step) {
+            let part = start..(start + step).min(inputs);
+            self.widen(0..outputs, part.clone(), &mut block);
+            let out = MatMut::strided(dx.get_mut(part.start..).unwrap_or_default(), rows, part.len(), inputs);
+            let (dy, weight) = (Mat::new(dy, rows, outputs), Mat::new(&block, outputs, part.len()));
+            cpu::layer_product(self.bf16, out, dy, weight, false, cpu::threads())?;
+        }
+        Ok(dx)
     }
+}
 
-    /// The weight [outputs, inputs].
-    fn rows<E: Element<Stored = [u8; 2]>>(&self) -> StoredMat<'a, E> {
-        StoredMat {
-            data: self.data,
-            row_stride: self.inputs,
-            col_stride: 1,
-        }
+/// As [`multiply`], of a weight and inputs in bfloat16.
+fn multiply_in_bf16(
+    isa: Bf16Isa,
+    weight: Bf16Mat<'_>,
+    x: &[f32],
+    shape: &Shape,
+    bias: Option<&[f32]>,
+) -> ForwardResult {
+    let (rows, mut dims) = (rows_of(shape), shape.dims().to_vec());
+    let (outputs, inputs) = (weight.rows, weight.cols);
+    if let Some(width) = dims.last_mut() {
+        *width = outputs;
     }
+    let x = Mat::new(x, rows, inputs);
+    if rows > FEW_ROWS {
+        let (mut y, has_bias) = output_with_bias(bias, rows, outputs)?;
+        let product = Bf16Product {
+            sizes: Sizes {
+                rows,
+                cols: outputs,
+                depth: inputs,
+            },
+            a: &x,
+            b: &Bf16Transposed(weight),
+            initial: if has_bias {
+                InitialValue::Output
+            } else {
+                InitialValue::Zero
+            },
+        };
+        product.write(isa, &mut y, outputs, cpu::threads())?;
+        return Ok((y, dims.into()));
+    }
+    if bias.is_some_and(|bias| bias.len() != outputs) {
+        candle_core::bail!("linear: the bias does not match {outputs} outputs");
+    }
+    // The transposed result, so that the weight is the operand that is packed without a transposition.
+    let mut transposed = vec![0f32; outputs * rows];
+    let product = Bf16Product {
+        sizes: Sizes {
+            rows: outputs,
+            cols: rows,
+            depth: inputs,
+        },
+        a: &weight,
+        b: &x.t(),
+        initial: bias.map_or(InitialValue::Zero, InitialValue::PerRow),
+    };
+    product.write(isa, &mut transposed, rows, cpu::threads())?;
+    Ok((transpose_slice(&transposed, [1, outputs, rows]), dims.into()))
 }
 
 #[cfg(test)]
@@ -176,7 +282,7 @@ mod tests {
             let shape = Shape::from((rows, inputs));
             for bias in [None, Some(bias.as_slice())] {
                 let (y, dims) = weight.multiply(&x, &shape, bias).unwrap();
-                let (expected, expected_dims) = multiply(&x, &shape, &floats, outputs, bias).unwrap();
+                let (expected, expected_dims) = multiply(None, &x, &shape, &floats, outputs, bias).unwrap();
                 assert_eq!(dims, expected_dims);
                 close(&y, &expected, [rows, outputs, inputs]);
             }
@@ -184,7 +290,7 @@ mod tests {
             let dx = weight.backward_input(rows, &dy).unwrap();
             let dy = Tensor::from_vec(dy, (rows, outputs), &Device::Cpu).unwrap();
             let dense = Tensor::from_vec(floats, (outputs, inputs), &Device::Cpu).unwrap();
-            let expected = kernels::backward_input(&shape, &dense, &dy).unwrap();
+            let expected = kernels::backward_input(None, &shape, &dense, &dy).unwrap();
             close(
                 &dx,
                 &expected.flatten_all().unwrap().to_vec1::<f32>().unwrap(),

@@ -4,7 +4,7 @@ use super::halves::HalfWeight;
 use super::kernels::{ForwardResult, multiply, rows_of, with_bias};
 use super::tensors;
 use crate::autograd::{Input, Operation};
-use crate::nn::cpu::{self, Mat, MatMut};
+use crate::nn::cpu::{self, Bf16Isa, Mat, MatMut};
 use crate::nn::low_rank::LowRankSizes;
 use crate::nn::tensors::widen;
 use crate::weights::Weight;
@@ -17,6 +17,8 @@ pub(super) struct LowRankLinear {
     /// The frozen bias.
     pub(super) bias: Option<Tensor>,
     pub(super) scale: f32,
+    /// What products with the weight are computed with; `None`: in f32, as those with `down` and `up` are.
+    pub(super) bf16: Option<Bf16Isa>,
 }
 
 impl LowRankLinear {
@@ -33,6 +35,7 @@ impl LowRankLinear {
             inputs,
             outputs,
             rank,
+            rounds_weight: self.bf16.is_some(),
         })
     }
 }
@@ -53,7 +56,11 @@ impl Operation<3> for LowRankLinear {
 
     fn forward(&self, [x, down, up]: [&[f32]; 3], [x_shape, down_shape, up_shape]: [&Shape; 3]) -> ForwardResult {
         let t = self.sizes(x_shape, down_shape, up_shape)?;
-        let run = |weight: &[f32]| with_bias(self.bias.as_ref(), |bias| multiply(x, x_shape, weight, t.outputs, bias));
+        let run = |weight: &[f32]| {
+            with_bias(self.bias.as_ref(), |bias| {
+                multiply(self.bf16, x, x_shape, weight, t.outputs, bias)
+            })
+        };
         let with_change = |(mut y, shape): (Vec<f32>, Shape)| {
             let x = Mat::new(x, t.rows, t.inputs);
             let h = product(x, Mat::new(down, t.rank, t.inputs).t(), 1.0)?;
@@ -66,7 +73,7 @@ impl Operation<3> for LowRankLinear {
             if t.should_merge() {
                 return run(&t.merged(format.widened(&bytes), down, up, self.scale)?);
             }
-            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
+            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?.multiplied_with(self.bf16);
             return with_change(with_bias(self.bias.as_ref(), |bias| weight.multiply(x, x_shape, bias))?);
         }
         cpu::with_slice(&self.weight.dense()?, |weight| match t.should_merge() {
@@ -114,14 +121,21 @@ impl Operation<3> for LowRankLinear {
                     let back = match self.weight.half_bytes()? {
                         Some((format, bytes)) if t.should_merge() => with_merged(format.widened(&bytes))?,
                         Some((format, bytes)) => {
-                            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
+                            let weight =
+                                HalfWeight::new(format, &bytes, self.weight.dims())?.multiplied_with(self.bf16);
                             with_change(weight.backward_input(t.rows, dy.data)?)?
                         }
                         None => cpu::with_slice(&self.weight.dense()?, |weight| {
                             if t.should_merge() {
                                 return with_merged(weight.to_vec());
                             }
-                            with_change(product(dy, Mat::new(weight, t.outputs, t.inputs), 1.0)?)
+                            let mut back = vec![0f32; t.rows * t.inputs];
+                            let (out, weight) = (
+                                MatMut::new(&mut back, t.rows, t.inputs),
+                                Mat::new(weight, t.outputs, t.inputs),
+                            );
+                            cpu::layer_product(self.bf16, out, dy, weight, false, cpu::threads())?;
+                            with_change(back)
                         })??,
                     };
                     dx = tensor(back, x.shape())?;

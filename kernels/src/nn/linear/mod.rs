@@ -8,7 +8,7 @@ mod stored_blocks;
 mod tensors;
 mod trained;
 
-use super::cpu;
+use super::cpu::{self, Bf16Isa};
 use super::low_rank::FusedLora;
 use super::{BaseLayer, LayerAdapter, LayerKind};
 use crate::autograd::{Input, Operation, apply};
@@ -106,7 +106,12 @@ impl Linear {
             return Ok(None);
         };
         let scale = delta.scale as f32;
-        let operation = LowRankLinear { weight, bias, scale };
+        let operation = LowRankLinear {
+            weight,
+            bias,
+            scale,
+            bf16: cpu::bf16_isa(),
+        };
         apply([x, &delta.down, &delta.up], operation).map(Some)
     }
 }
@@ -141,6 +146,7 @@ pub fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) ->
             FrozenLinear {
                 weight,
                 bias: fused_bias,
+                bf16: cpu::bf16_isa(),
             },
         )?;
         return match other_bias {
@@ -148,10 +154,10 @@ pub fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) ->
             None => Ok(y),
         };
     }
-    let weight = weight.dense()?;
+    let (weight, bf16) = (weight.dense()?, cpu::bf16_isa());
     match bias {
-        Some(bias) => apply([x, &weight, bias], TrainedLinear),
-        None => apply([x, &weight], TrainedLinear),
+        Some(bias) => apply([x, &weight, bias], TrainedLinear { bf16 }),
+        None => apply([x, &weight], TrainedLinear { bf16 }),
     }
 }
 
@@ -160,6 +166,8 @@ struct FrozenLinear {
     weight: Weight,
     /// The frozen bias.
     bias: Option<Tensor>,
+    /// What products are computed with; `None`: in f32.
+    bf16: Option<Bf16Isa>,
 }
 
 impl FrozenLinear {
@@ -188,23 +196,28 @@ impl Operation<1> for FrozenLinear {
             return Ok(y);
         }
         if let Some((format, bytes)) = self.weight.half_bytes()? {
-            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
+            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?.multiplied_with(self.bf16);
             return with_bias(self.bias.as_ref(), |bias| weight.multiply(x, shape, bias));
         }
         let weight = self.weight.dense()?;
         let (outputs, _) = weight.dims2()?;
         with_bias(self.bias.as_ref(), |bias| {
-            cpu::with_slice(&weight, |weight| multiply(x, shape, weight, outputs, bias))?
+            cpu::with_slice(&weight, |weight| multiply(self.bf16, x, shape, weight, outputs, bias))?
         })
     }
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         if let Some((format, bytes)) = self.weight.half_bytes()? {
-            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
+            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?.multiplied_with(self.bf16);
             let dx = cpu::with_slice(gradient, |dy| weight.backward_input(rows_of(x.shape()), dy))??;
             return Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)]);
         }
-        Ok([Some(backward_input(x.shape(), &self.weight.dense()?, gradient)?)])
+        Ok([Some(backward_input(
+            self.bf16,
+            x.shape(),
+            &self.weight.dense()?,
+            gradient,
+        )?)])
     }
 
     fn has_slices(&self) -> bool {

@@ -3,18 +3,21 @@
 use super::kernels::{ForwardResult, backward_input, multiply, rows_of};
 use super::tensors;
 use crate::autograd::{Input, Operation};
-use crate::nn::cpu;
+use crate::nn::cpu::{self, Bf16Isa};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
 /// A linear layer whose input and weight may both get a gradient. With candle's matmul, the reshapes before and after
 /// it would each go through memory several times in the backward pass.
-pub(super) struct TrainedLinear;
+pub(super) struct TrainedLinear {
+    /// What the output and the gradient of the input are computed with; `None`: in f32. The gradient of the weight is in f32.
+    pub(super) bf16: Option<Bf16Isa>,
+}
 
 impl TrainedLinear {
-    fn gradients(x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+    fn gradients(&self, x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
         let dx = if x.requires_grad() {
-            Some(backward_input(x.shape(), weight.tensor()?, gradient)?)
+            Some(backward_input(self.bf16, x.shape(), weight.tensor()?, gradient)?)
         } else {
             None
         };
@@ -81,11 +84,11 @@ impl Operation<2> for TrainedLinear {
 
     fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> ForwardResult {
         let (outputs, _) = weight_shape.dims2()?;
-        multiply(x, x_shape, weight, outputs, None)
+        multiply(self.bf16, x, x_shape, weight, outputs, None)
     }
 
     fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
-        Self::gradients(x, weight, gradient)
+        self.gradients(x, weight, gradient)
     }
 
     fn forward_tensors(&self, [x, weight]: [&Tensor; 2]) -> candle_core::Result<Tensor> {
@@ -110,11 +113,11 @@ impl Operation<3> for TrainedLinear {
 
     fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> ForwardResult {
         let (outputs, _) = weight_shape.dims2()?;
-        multiply(x, x_shape, weight, outputs, Some(bias))
+        multiply(self.bf16, x, x_shape, weight, outputs, Some(bias))
     }
 
     fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let [dx, dw] = Self::gradients(x, weight, gradient)?;
+        let [dx, dw] = self.gradients(x, weight, gradient)?;
         let db = if bias.requires_grad() {
             let outputs = bias.shape().elem_count();
             let sums = cpu::with_slice(gradient, |dy| sum_rows(dy, outputs))?;
