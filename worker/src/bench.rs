@@ -5,7 +5,8 @@ use aitk_common::capability::DeviceRef;
 pub use aitk_engine::bench::random_model::{RandomModelSize, write_random_parts};
 pub use aitk_engine::bench::{BENCHMARKS, Benchmark};
 use aitk_engine::device::portable::portable;
-use aitk_engine::device::{open_with_dtype, threads::on_pool};
+use aitk_engine::device::precision::MatmulPrecision;
+use aitk_engine::device::{open_with_dtype, parse_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -41,12 +42,13 @@ pub fn measure(
     if let Some(note) = compute.notes.first() {
         return Err(EngineError::BadInput(note.clone()));
     }
+    let precision = MatmulPrecision::of(device, parse_dtype(dtype)?);
     let measure = || work.measure(&compute, duration, reset_peak_memory);
     let measured = on_pool(|| {
         if device.is_portable() {
             portable(measure)
         } else {
-            measure()
+            precision.run(measure)
         }
     })?;
     Ok(BenchmarkResult {

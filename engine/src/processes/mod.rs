@@ -54,9 +54,12 @@ pub use language_model_check::check_language_model;
 pub use log_file::LogFile;
 pub use train::{TrainingPreview, check_settings, preview};
 
+use crate::device::parse_dtype;
 use crate::device::portable::{is_portable, portable};
+use crate::device::precision::MatmulPrecision;
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::capability::DeviceRef;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 
 /// Runs all processes of an attempt's job, without requests for saves or samples ([`run_with_requests`]).
@@ -121,7 +124,26 @@ pub fn run_with_requests(
     Outcome::Completed
 }
 
+/// The precision in which the layers of a process multiply on a CPU.
+fn matmul_precision(kind: &ProcessKind, device: DeviceRef) -> Result<MatmulPrecision> {
+    let dtype = match kind {
+        ProcessKind::Train(process) => process.train.dtype,
+        ProcessKind::LmTrain(process) => process.model.dtype,
+        ProcessKind::Generate(process) => process.model.dtype,
+        ProcessKind::Img2Img(process) => process.model.dtype,
+        ProcessKind::LmGenerate(process) => process.model.dtype,
+        // These compute no model.
+        _ => return Ok(MatmulPrecision::F32),
+    };
+    Ok(MatmulPrecision::of(device, parse_dtype(dtype.name())?))
+}
+
 fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
+    let precision = matmul_precision(&process.kind, context.spec.device)?;
+    precision.run(|| run_in_precision(process, context))
+}
+
+fn run_in_precision(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
     match &process.kind {
         ProcessKind::Train(trainer) => train::run(trainer, context),
         ProcessKind::LmTrain(process) => lm_train::run(process, context),

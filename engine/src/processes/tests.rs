@@ -70,6 +70,37 @@ fn a_job_without_training_logs_that_nothing_is_done_for_a_request() {
     assert_eq!(events.iter().filter(|event| is_warning(event)).count(), 1, "{events:?}");
 }
 
+/// With `dtype: bf16` a CPU that has the instructions multiplies numbers of bfloat16; others compute in f32, and say so.
+#[test]
+fn bf16_on_a_cpu_rounds_products_where_it_has_instructions_for_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let generate = |dtype: &str| {
+        let prompts = "sampler: ddim, sample_steps: 2, width: 64, height: 64, prompts: ['a cat --d 3']";
+        let job = generate_job(&dir.path().join(dtype), "", prompts);
+        let job = job.replace("dtype: float32", &format!("dtype: {dtype}"));
+        let (outcome, events) = run_spec(&spec(&job));
+        assert_eq!(outcome, Outcome::Completed, "{dtype}");
+        let is_notice = |event: &ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains("computing in f32 on the CPU"));
+        let notices = events.iter().filter(|event| is_notice(event)).count();
+        (image_io::open_rgb(&images(&events)[0].1).unwrap(), notices)
+    };
+    let [(float32, _), (bf16, notices), (again, _)] = ["float32", "bf16", "bfloat16"].map(generate);
+    assert!(bf16 == again, "a job in bf16 has the same result each time");
+    let difference: u64 = float32
+        .as_raw()
+        .iter()
+        .zip(bf16.as_raw())
+        .map(|(a, b)| u64::from(a.abs_diff(*b)))
+        .sum();
+    if crate::device::precision::has_bf16_products() {
+        let mean = difference as f64 / float32.as_raw().len() as f64;
+        assert!(mean > 0.0 && mean < 3.0, "{mean}");
+        assert_eq!(notices, 0);
+    } else {
+        assert_eq!((difference, notices), (0, 1));
+    }
+}
+
 /// As in ai-toolkit, it changes the U-Net alone.
 #[test]
 fn an_inference_lora_has_its_full_strength_in_every_image_and_changes_no_text_encoder() {

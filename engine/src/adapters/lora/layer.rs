@@ -4,6 +4,7 @@ use super::super::dropout::Dropout;
 use super::super::handle::AdapterHandle;
 use super::super::stored_matrix::with_core;
 use super::super::weight_adapter::{WeightAdapter, product, tracked_if};
+use crate::device::precision::MatmulPrecision;
 use crate::families::AdapterNames;
 use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank};
 use crate::rng::generator_from_text;
@@ -131,11 +132,13 @@ impl LayerAdapter for LoraLayer {
             let mask = self.mask(seed, "/input", self.dropout.input, x.dims(), &x)?;
             x = (x * mask)?;
         }
-        let mut h = product(layer.kind, &x, &down, None)?;
+        // As where layer and LoRA are one operation.
+        let product = |kind, x: &Tensor, weight: &Tensor| MatmulPrecision::F32.run(|| product(kind, x, weight, None));
+        let mut h = product(layer.kind, &x, &down)?;
         if let Some(seed) = dropout_seed {
             h = self.drop_from(h, layer.kind, &seed)?;
         }
-        let change = (product(layer.kind.pointwise(), &h, &up, None)? * strength)?;
+        let change = (product(layer.kind.pointwise(), &h, &up)? * strength)?;
         let change = change.to_dtype(output.dtype())?;
         nn::add(&output, &change)
     }

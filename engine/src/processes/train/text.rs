@@ -11,12 +11,21 @@ use super::validation;
 use crate::adapters::load_text_lora;
 use crate::data::{TextCache, TextKey, dropped_caption};
 use crate::device::Compute;
+use crate::device::precision::MatmulPrecision;
 use crate::error::Result;
 use crate::families::{Prompt, PromptReading};
 use crate::training::CachedTextEmbeddings;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
+
+/// The arithmetic in which prompts are encoded, for the key of their cache.
+fn arithmetic(compute: &Compute) -> &'static str {
+    match MatmulPrecision::current() {
+        MatmulPrecision::F32 => compute.dtype.as_str(),
+        MatmulPrecision::Bf16 => "f32, products in bf16",
+    }
+}
 
 /// Whether the text encoders leave the memory before the training.
 pub(super) fn frees_text_encoders(process: &TrainerProcess) -> bool {
@@ -48,7 +57,7 @@ pub(super) fn encode(
     let cache = TextCache::new(TextKey {
         space: text_space(model),
         encoders: text_fingerprint(&path, &cx.part_paths(model)?, &changes)?,
-        dtype: compute.dtype.as_str().to_owned(),
+        dtype: arithmetic(compute).to_owned(),
         quantization: quantization.unwrap_or_default(),
     });
     let mut embeddings = CachedTextEmbeddings::new(cache);
