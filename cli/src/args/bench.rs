@@ -46,7 +46,7 @@ pub struct BenchEngineArgs {
     /// Device to compute on: cuda, cuda:1, metal, cpu, cpu:portable [default: the best device]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
-    /// Dtype of weights and activations: float32, bf16, float16. A CPU computes in float32
+    /// Dtype of weights and activations: float32, bf16, float16. A CPU computes in float32, and in bf16 with AVX512-BF16
     #[arg(long, value_name = "DTYPE", default_value = "float32")]
     pub dtype: String,
     /// How long each benchmark is repeated, at least three times, in seconds

@@ -13,7 +13,8 @@ section! {
     pub struct LmGenerateModelConfig("model") {
         /// Folder of the model: `config.json`, `tokenizer.json` and `.safetensors` files; or `ORG/NAME` on Hugging Face; or a `.gguf` file.
         name_or_path [required]: String = String::new(), Works, input Model;
-        /// Number format of the arithmetic. The CPU computes in float32, and keeps bfloat16 weights as they are.
+        /// Number format of the arithmetic. The CPU computes in float32, with products of more than 64 tokens in bfloat16 where it has
+        /// AVX512-BF16, and keeps bfloat16 weights as they are.
         dtype: DType = DType::BF16, Works;
         /// A LoRA for the model: a folder as peft has it, or a `.safetensors` file.
         lora_path: Option<String> = None, Works, input Lora;

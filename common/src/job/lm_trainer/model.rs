@@ -14,7 +14,8 @@ section! {
         /// Train a new model: its sizes are those of `config.json` in the folder, its weights are drawn from the seed as transformers draws
         /// them (`initializer_range`), and weights in the folder are not read.
         from_config: bool = false, Works;
-        /// Number format of the arithmetic. On a CPU it is float32. Without a `network`, a GPU computes in float32 too, or in bfloat16 with
+        /// Number format of the arithmetic. On a CPU it is float32, with products in bfloat16 where the CPU has
+        /// AVX512-BF16 (docs/gpus.md). Without a `network`, a GPU computes in float32 too, or in bfloat16 with
         /// stochastic rounding.
         dtype: DType = DType::BF16, Works;
         /// Quantise the linear layers of the frozen model under a LoRA.
