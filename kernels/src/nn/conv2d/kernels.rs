@@ -2,7 +2,9 @@
 
 use super::geometry::Geometry;
 use super::im2col::{FlippedWeight, Im2col, Im2colTransposed};
-use crate::nn::cpu::{self, Bf16Left, Bf16Product, InitialValue, LeftOperand, Mat, MatMut, Product, Sizes};
+use crate::nn::cpu::{
+    self, Bf16Isa, Bf16Left, Bf16Mat, Bf16Product, InitialValue, LeftOperand, Mat, MatMut, Product, Sizes,
+};
 use rayon::prelude::*;
 
 /// Images with fewer output pixels than this are computed several at a time, in one product.
@@ -36,11 +38,66 @@ impl Geometry {
         Ok(y)
     }
 
+    /// As [`Self::forward`], of a weight [out, in * kh * kw] that is in bfloat16.
+    pub(in crate::nn) fn forward_bf16(
+        &self,
+        isa: Bf16Isa,
+        x: &[f32],
+        weight: Bf16Mat<'_>,
+        bias: Option<&[f32]>,
+    ) -> candle_core::Result<Vec<f32>> {
+        let initial = bias.map_or(InitialValue::Zero, InitialValue::PerRow);
+        let a = &weight;
+        if !self.is_pointwise() {
+            return self.each_product(x, |x, images, out| {
+                let (sizes, b) = (self.product_sizes(images), &Im2col { g: self, x });
+                Bf16Product { sizes, a, b, initial }.write(isa, out, sizes.cols, cpu::threads())
+            });
+        }
+        let (pixels, sizes) = (self.pixels(), self.product_sizes(1));
+        let mut y = vec![0f32; self.batch * self.outputs * pixels];
+        if y.is_empty() {
+            return Ok(y);
+        }
+        for (y, x) in y.chunks_mut(self.outputs * pixels).zip(x.chunks(self.inputs * pixels)) {
+            let b = &Mat::new(x, sizes.depth, pixels);
+            Bf16Product { sizes, a, b, initial }.write(isa, y, pixels, cpu::threads())?;
+        }
+        Ok(y)
+    }
+
     fn convolve(
         &self,
         x: &[f32],
         weight: &(impl LeftOperand + Bf16Left),
         bias: Option<&[f32]>,
+    ) -> candle_core::Result<Vec<f32>> {
+        let initial = bias.map_or(InitialValue::Zero, InitialValue::PerRow);
+        self.each_product(x, |x, images, out| {
+            let sizes = self.product_sizes(images);
+            let (a, b) = (weight, &Im2col { g: self, x });
+            if let Some(isa) = self.bf16 {
+                return Bf16Product { sizes, a, b, initial }.write(isa, out, sizes.cols, cpu::threads());
+            }
+            Product { sizes, a, b, initial }.write(out, sizes.cols, cpu::threads());
+            Ok(())
+        })
+    }
+
+    /// The sizes of the product for so many images.
+    fn product_sizes(&self, images: usize) -> Sizes {
+        Sizes {
+            rows: self.outputs,
+            cols: images * self.pixels(),
+            depth: self.depth(),
+        }
+    }
+
+    /// The output [batch, out, pixels] of `run`, which computes the product [out, images * pixels] for so many images from `x` on.
+    fn each_product(
+        &self,
+        x: &[f32],
+        run: impl Fn(&[f32], usize, &mut [f32]) -> candle_core::Result<()>,
     ) -> candle_core::Result<Vec<f32>> {
         let pixels = self.pixels();
         let (image_in, image_out) = (self.inputs * self.height * self.width, self.outputs * pixels);
@@ -48,21 +105,6 @@ impl Geometry {
         if y.is_empty() {
             return Ok(y);
         }
-        let initial = bias.map_or(InitialValue::Zero, InitialValue::PerRow);
-        let run = |x: &[f32], images: usize, out: &mut [f32]| {
-            let cols = images * pixels;
-            let sizes = Sizes {
-                rows: self.outputs,
-                cols,
-                depth: self.depth(),
-            };
-            let (a, b) = (weight, &Im2col { g: self, x });
-            if let Some(isa) = self.bf16 {
-                return Bf16Product { sizes, a, b, initial }.write(isa, out, cols, cpu::threads());
-            }
-            Product { sizes, a, b, initial }.write(out, cols, cpu::threads());
-            Ok(())
-        };
         if self.batch == 1 || pixels >= SMALL_IMAGE {
             for (image, out) in y.chunks_mut(image_out).enumerate() {
                 run(&x[image * image_in..], 1, out)?;

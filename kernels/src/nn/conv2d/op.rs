@@ -4,7 +4,8 @@ use super::geometry::{Geometry, Padding};
 use super::tensors::backward_bias;
 use crate::autograd::{Input, Operation};
 use crate::cuda_kernels;
-use crate::nn::cpu::{self, Bf16Isa};
+use crate::nn::cpu::{self, Bf16Isa, Bf16Mat};
+use crate::quant::HalfFormat;
 use crate::weights::Weight;
 use candle_core::{Device, Shape, Tensor};
 
@@ -36,6 +37,28 @@ impl ConvOp {
             g.forward(x, weight, bias)?,
             (g.batch, g.outputs, g.out_h, g.out_w).into(),
         ))
+    }
+
+    /// As [`Self::run`], with the frozen bias and a weight in bfloat16, each number with its low byte first.
+    fn run_bf16(
+        &self,
+        isa: Bf16Isa,
+        (x, x_shape): (&[f32], &Shape),
+        weight: &[u8],
+        weight_shape: &Shape,
+    ) -> ForwardResult {
+        let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?;
+        let (data, _) = weight.as_chunks::<2>();
+        let weight = Bf16Mat {
+            data,
+            rows: g.outputs,
+            cols: g.depth(),
+        };
+        let y = match &self.bias {
+            Some(bias) => cpu::with_slice(bias, |bias| g.forward_bf16(isa, x, weight, Some(bias)))??,
+            None => g.forward_bf16(isa, x, weight, None)?,
+        };
+        Ok((y, (g.batch, g.outputs, g.out_h, g.out_w).into()))
     }
 
     /// Computes the gradient of x.
@@ -156,8 +179,13 @@ impl Operation<1> for FrozenConv {
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [x_shape]: [&Shape; 1]) -> ForwardResult {
-        let weight = self.weight.dense()?;
         let shape = Shape::from(self.weight.dims());
+        if let Some(isa) = self.op.bf16
+            && let Some((HalfFormat::Bf16, bytes)) = self.weight.half_bytes()?
+        {
+            return self.op.run_bf16(isa, (x, x_shape), &bytes, &shape);
+        }
+        let weight = self.weight.dense()?;
         cpu::with_slice(&weight, |weight| {
             Operation::<2>::forward(&self.op, [x, weight], [x_shape, &shape])
         })?

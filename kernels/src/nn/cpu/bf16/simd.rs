@@ -2,8 +2,8 @@
 //!
 //! A pair is a `u32`: the number of the even depth in the low half, that of the odd depth in the high half. An instruction of AVX512-BF16
 //! (`vdpbf16ps`) multiplies 16 pairs by 16 pairs and adds both products to 16 sums. It rounds to nearest even, takes subnormal inputs for zero,
-//! and flushes subnormal sums to zero, whatever the control register says. Intel's manual does not promise that other makers' CPUs round
-//! between the two products.
+//! and flushes subnormal sums to zero, whatever the control register says. CPUs of other makers may round between the two products, or not, so
+//! that their last bits may differ.
 #![expect(unsafe_code, reason = "SIMD intrinsics are unsafe, and loads take raw pointers")]
 
 use super::super::simd::Simd;
