@@ -101,7 +101,7 @@ unsafe fn pack_right<S: Bf16Simd>(
                         *vector = from.load::<S>(cols.start + col + i, first, numbers);
                     }
                 }
-                S::transpose(&mut square);
+                S::transpose_pairs(&mut square);
                 let to = panel.as_mut_ptr().add(pair * width + col);
                 for (line, vector) in square.iter().take(S::LANES).enumerate() {
                     if line < lines {
@@ -170,7 +170,7 @@ pub(crate) fn pack_left_by_lines<S: Bf16Simd>(
     for start in depth.clone().step_by(LINES) {
         let part = start..(start + LINES).min(depth.end);
         let lines = &mut lines[..part.len() * count];
-        from.pack(rows.clone(), part.clone(), lines);
+        from.pack::<S>(rows.clone(), part.clone(), lines);
         let first_pair = (start - depth.start) / 2;
         for (i, to) in panel.chunks_exact_mut(LEFT_STRIDE).take(count).enumerate() {
             for (pair, to) in to[first_pair..].iter_mut().take(part.len().div_ceil(2)).enumerate() {
@@ -196,7 +196,7 @@ pub(crate) fn pack_right_by_lines<S: Bf16Simd>(
     for start in depth.clone().step_by(LINES) {
         let part = start..(start + LINES).min(depth.end);
         let lines = &mut lines[..part.len() * width];
-        from.pack(cols.clone(), part.clone(), width, lines);
+        from.pack::<S>(cols.clone(), part.clone(), width, lines);
         let to = &mut panel[(start - depth.start) / 2 * width..];
         pack_lines::<S>(lines, width, cols.len(), part.len(), width, to);
     }

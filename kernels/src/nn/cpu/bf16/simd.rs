@@ -8,6 +8,8 @@
 
 use super::super::simd::Simd;
 #[cfg(target_arch = "x86_64")]
+use super::super::transposition::Transpose;
+#[cfg(target_arch = "x86_64")]
 use super::super::widen::Avx512;
 use super::super::widen::Plain;
 use crate::device::precision::MatmulPrecision;
@@ -47,7 +49,7 @@ pub(crate) trait Bf16Simd: Simd {
     /// Pairs `(even[i], odd[i])` of the first `n <= LANES` numbers in bfloat16, and zeros for the others.
     unsafe fn join_lanes(even: *const [u8; 2], odd: *const [u8; 2], n: usize) -> Self::Pairs;
     /// Transposes the square of the first `LANES` vectors.
-    fn transpose(square: &mut [Self::Pairs; MAX_LANES]);
+    fn transpose_pairs(square: &mut [Self::Pairs; MAX_LANES]);
 }
 
 /// A computation on pairs that is compiled once for every [`Bf16Isa`].
@@ -197,7 +199,7 @@ impl Bf16Simd for Avx512 {
         }
     }
     #[inline(always)]
-    fn transpose(square: &mut [Self::Pairs; MAX_LANES]) {
+    fn transpose_pairs(square: &mut [Self::Pairs; MAX_LANES]) {
         // SAFETY: as above.
         unsafe { transpose_16(square) }
     }
@@ -221,40 +223,19 @@ unsafe fn interleaved() -> x86::__m512i {
     unsafe { x86::_mm512_loadu_si512(INDICES.as_ptr().cast()) }
 }
 
-/// Transposes 16 x 16 numbers of 32 bits: within blocks of 4 x 4, then the blocks. Without closures, which would be compiled without the
-/// instruction set.
+/// Transposes 16 x 16 pairs of 32 bits.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn transpose_16(square: &mut [x86::__m512i; 16]) {
-    // SAFETY: the caller guarantees that the CPU has AVX-512.
+    // SAFETY: the caller guarantees that the CPU has AVX-512. Vectors are reinterpreted only as vectors of the same size, and moved.
     unsafe {
-        let mut fours = *square;
-        for group in 0..4 {
-            let at = 4 * group;
-            let (a, b, c, d) = (square[at], square[at + 1], square[at + 2], square[at + 3]);
-            let (ab_low, ab_high) = (x86::_mm512_unpacklo_epi32(a, b), x86::_mm512_unpackhi_epi32(a, b));
-            let (cd_low, cd_high) = (x86::_mm512_unpacklo_epi32(c, d), x86::_mm512_unpackhi_epi32(c, d));
-            // Vector i of the group: in each 128-bit lane L, the elements 4 L + i of the four rows.
-            fours[4 * group] = x86::_mm512_unpacklo_epi64(ab_low, cd_low);
-            fours[4 * group + 1] = x86::_mm512_unpackhi_epi64(ab_low, cd_low);
-            fours[4 * group + 2] = x86::_mm512_unpacklo_epi64(ab_high, cd_high);
-            fours[4 * group + 3] = x86::_mm512_unpackhi_epi64(ab_high, cd_high);
+        let mut numbers = [x86::_mm512_setzero_ps(); 16];
+        for (to, pairs) in numbers.iter_mut().zip(square.iter()) {
+            *to = x86::_mm512_castsi512_ps(*pairs);
         }
-        for i in 0..4 {
-            let (a, b, c, d) = (fours[i], fours[4 + i], fours[8 + i], fours[12 + i]);
-            // The 128-bit lanes 0 and 2 of two vectors, then 1 and 3.
-            let (ab_even, ab_odd) = (
-                x86::_mm512_shuffle_i32x4::<0x88>(a, b),
-                x86::_mm512_shuffle_i32x4::<0xDD>(a, b),
-            );
-            let (cd_even, cd_odd) = (
-                x86::_mm512_shuffle_i32x4::<0x88>(c, d),
-                x86::_mm512_shuffle_i32x4::<0xDD>(c, d),
-            );
-            square[i] = x86::_mm512_shuffle_i32x4::<0x88>(ab_even, cd_even);
-            square[4 + i] = x86::_mm512_shuffle_i32x4::<0x88>(ab_odd, cd_odd);
-            square[8 + i] = x86::_mm512_shuffle_i32x4::<0xDD>(ab_even, cd_even);
-            square[12 + i] = x86::_mm512_shuffle_i32x4::<0xDD>(ab_odd, cd_odd);
+        Avx512::transpose(&mut numbers);
+        for (to, numbers) in square.iter_mut().zip(numbers) {
+            *to = x86::_mm512_castps_si512(numbers);
         }
     }
 }
@@ -334,7 +315,7 @@ impl Bf16Simd for Plain {
         std::array::from_fn(|i| join(even[i], odd[i]))
     }
     #[inline(always)]
-    fn transpose(square: &mut [Self::Pairs; MAX_LANES]) {
+    fn transpose_pairs(square: &mut [Self::Pairs; MAX_LANES]) {
         let before = *square;
         for (i, row) in square.iter_mut().take(PLAIN_LANES).enumerate() {
             *row = std::array::from_fn(|j| before[j][i]);
