@@ -91,7 +91,7 @@ impl Guidance {
         if model.image_adapter().is_some() {
             if !request.control.is_empty() {
                 let images = adapter_images(model, request)?;
-                let images = match guided {
+                let images = match is_guided {
                     true => Tensor::cat(&[&images, &images], 0)?,
                     false => images,
                 };

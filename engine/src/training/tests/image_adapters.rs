@@ -53,7 +53,7 @@ fn compare(kind: AdapterType, checkpointing: Checkpointing) {
             let images = pixels(&format!("{name}/image/{step}"), &[2, 3, 16, 16]);
             let batch = MicroBatch {
                 latents: vec![of_step("latents", &[2, 4, 8, 8], 1.5)],
-                drawn: NoiseDraw {
+                noise_draw: NoiseDraw {
                     timesteps: [(173 * step + 19) % 1000, (397 * step + 600) % 1000]
                         .map(|t| t as f32)
                         .to_vec(),
