@@ -327,3 +327,15 @@ pub(crate) fn tuned(model: &Path, components: &[&str], change: &Change) -> tempf
     }
     folder
 }
+
+/// The lines of a file in `models` of the fixtures, which is compressed if its name ends with `.gz`.
+pub(crate) fn names_of_tensors(file: &str) -> String {
+    let bytes = std::fs::read(fixtures().join("models").join(file)).unwrap();
+    let mut text = String::new();
+    match file.ends_with(".gz") {
+        true => std::io::Read::read_to_string(&mut flate2::read::GzDecoder::new(bytes.as_slice()), &mut text).map(drop),
+        false => std::io::Read::read_to_string(&mut bytes.as_slice(), &mut text).map(drop),
+    }
+    .unwrap();
+    text
+}

@@ -1,10 +1,11 @@
 """Stable Diffusion 2.1 and XL as single files in the original layout -> tests/fixtures/models.
 
-Writes tiny_sd21 and tiny_sdxl as such files in fp16, and the names and shapes of the full models: `full_size_names_*.txt` in
-diffusers' layout, `full_size_single_file_names_*.txt` in the original one. The names are made by the functions below and by
+Writes tiny_sd21 and tiny_sdxl as such files in fp16, and the names and shapes of the full models: `full_size_names_*.txt.gz` in
+diffusers' layout, `full_size_single_file_names_*.txt.gz` in the original one. The names are made by the functions below and by
 make_ldm.py, and checked by diffusers' own conversion in the other direction.
 """
 
+import gzip
 import re
 
 import torch
@@ -173,11 +174,15 @@ def shape(value):
     return "x".join(map(str, value.shape)) or "scalar"
 
 
+def write_lines(file, lines):
+    (OUT / file).write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 9, mtime=0))
+
+
 def write_names(family, parts, checkpoint):
     lines = [f"{part} {key} {shape(value)}" for part, model in parts.items() for key, value in model.state_dict().items() if not key.endswith("position_ids")]
-    (OUT / f"full_size_names_{family}.txt").write_text("\n".join(lines) + "\n")
+    write_lines(f"full_size_names_{family}.txt.gz", lines)
     original = [f"{key} {shape(value)}" for key, value in checkpoint.items()]
-    (OUT / f"full_size_single_file_names_{family}.txt").write_text("\n".join(original) + "\n")
+    write_lines(f"full_size_single_file_names_{family}.txt.gz", original)
     print(family, len(lines), "names,", len(original), "in a single file")
 
 

@@ -7,7 +7,7 @@ use crate::autograd::gradients;
 use crate::families::stable_diffusion::{SdConfig, SdModel, Variant, split_checkpoint};
 use crate::families::{self, ItemSize, LoadOptions, Model, Prompt, sd1 as sd1_family, sd2, sdxl};
 use crate::nn::VisitLayers;
-use crate::testing::{fixtures, gap, in_portable_mode, largest, load_sd};
+use crate::testing::{fixtures, gap, in_portable_mode, largest, load_sd, names_of_tensors};
 use crate::weights::{Index, Weights};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -429,7 +429,7 @@ fn layers_are_visited_by_their_diffusers_paths() {
 
 /// Reads the lines `component name 1x2x3` of one component.
 fn full_size(file: &str, part: &str) -> Index {
-    let text = std::fs::read_to_string(fixtures().join("models").join(file)).unwrap();
+    let text = names_of_tensors(file);
     let prefix = if part.is_empty() {
         String::new()
     } else {
@@ -472,8 +472,8 @@ fn check_full_size(variant: &Variant, mut parts: Vec<Index>) {
 fn full_size_models_have_the_names_and_shapes_of_diffusers() {
     for (variant, file) in [
         (&sd1_family::VARIANT, "full_size_names.txt"),
-        (&sd2::VARIANT, "full_size_names_sd21.txt"),
-        (&sdxl::VARIANT, "full_size_names_sdxl.txt"),
+        (&sd2::VARIANT, "full_size_names_sd21.txt.gz"),
+        (&sdxl::VARIANT, "full_size_names_sdxl.txt.gz"),
     ] {
         let text = variant.text_encoders.iter().map(|spec| spec.folder);
         let parts = text.chain(["unet", "vae"]).map(|part| full_size(file, part));
@@ -485,8 +485,8 @@ fn full_size_models_have_the_names_and_shapes_of_diffusers() {
 fn a_full_size_single_file_checkpoint_has_the_expected_names() {
     for (variant, file) in [
         (&sd1_family::VARIANT, "full_size_ldm_names.txt"),
-        (&sd2::VARIANT, "full_size_single_file_names_sd21.txt"),
-        (&sdxl::VARIANT, "full_size_single_file_names_sdxl.txt"),
+        (&sd2::VARIANT, "full_size_single_file_names_sd21.txt.gz"),
+        (&sdxl::VARIANT, "full_size_single_file_names_sdxl.txt.gz"),
     ] {
         let index = full_size(file, "");
         let mut parts = split_checkpoint(&index, &SdConfig::defaults(variant).unwrap(), variant).unwrap();

@@ -8,7 +8,7 @@ use crate::models::clip::ClipTextConfig;
 use crate::models::config;
 use crate::models::unet::{PerBlock, UNetConfig};
 use crate::models::vae::VaeConfig;
-use crate::testing::{fixtures, quantised_folder};
+use crate::testing::{fixtures, names_of_tensors, quantised_folder};
 use crate::weights::{Index, Weights};
 use aitk_common::job::arch::ArchName;
 use candle_core::Tensor;
@@ -27,7 +27,7 @@ fn shapes(index: &Index) -> Shapes {
 
 /// Reads the lines `name 1x2x3` with this prefix.
 fn listed(file: &str, prefix: &str) -> Shapes {
-    let text = std::fs::read_to_string(fixtures().join("models").join(file)).unwrap();
+    let text = names_of_tensors(file);
     let lines = text.lines().filter_map(|line| line.strip_prefix(prefix));
     let pairs = lines.map(|line| line.split_once(' ').unwrap());
     pairs
@@ -75,13 +75,13 @@ fn the_names_of_full_size_models_convert_to_single_files_and_back() {
         (&sd1::VARIANT, "full_size_names.txt", "full_size_ldm_names.txt"),
         (
             &sd2::VARIANT,
-            "full_size_names_sd21.txt",
-            "full_size_single_file_names_sd21.txt",
+            "full_size_names_sd21.txt.gz",
+            "full_size_single_file_names_sd21.txt.gz",
         ),
         (
             &sdxl::VARIANT,
-            "full_size_names_sdxl.txt",
-            "full_size_single_file_names_sdxl.txt",
+            "full_size_names_sdxl.txt.gz",
+            "full_size_single_file_names_sdxl.txt.gz",
         ),
     ] {
         let part = |part: &str| listed(names, &format!("{part} "));
