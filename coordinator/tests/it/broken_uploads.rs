@@ -42,8 +42,14 @@ async fn put(clients: &Clients, header: v1::BlobHeader, data: &[u8]) -> Result<b
     Ok(reply.into_inner().existed)
 }
 
-/// Sends a header and data, and breaks the call off without ending the stream, when the coordinator has received them.
-async fn break_off(coordinator: &TestCoordinator, clients: &Clients, header: v1::BlobHeader, data: &[u8]) {
+/// Sends a header and data, and gives the call up when the coordinator has received them. Returns the sender of its stream: while it exists,
+/// the stream does not end, as with a connection that nothing passes any more.
+async fn break_off(
+    coordinator: &TestCoordinator,
+    clients: &Clients,
+    header: v1::BlobHeader,
+    data: &[u8],
+) -> mpsc::Sender<v1::PutBlobRequest> {
     let (parts, receiver) = mpsc::channel(4);
     let mut blobs = clients.blobs.clone();
     let call = tokio::spawn(async move { blobs.put(ReceiverStream::new(receiver)).await });
@@ -59,7 +65,7 @@ async fn break_off(coordinator: &TestCoordinator, clients: &Clients, header: v1:
     })
     .await;
     call.abort();
-    drop(parts);
+    parts
 }
 
 /// The sizes of the files of unfinished uploads.
@@ -106,7 +112,7 @@ async fn the_bytes_of_a_broken_upload_belong_to_its_sender() {
     let admin = &coordinator.clients;
     let content = content(1 << 20);
     let half = content.len() / 2;
-    break_off(&coordinator, admin, header(&content, 0, "u1"), &content[..half]).await;
+    let _stream = break_off(&coordinator, admin, header(&content, 0, "u1"), &content[..half]).await;
     assert_eq!(received(admin, &content, "u1").await, half as u64);
     // Neither another user nor another upload can continue it, nor a sender that claims to have sent more.
     let (token, _) = create_token(admin, "eve", "submitter", None).await;
@@ -138,7 +144,7 @@ async fn a_continued_upload_with_wrong_bytes_is_refused_and_discarded() {
     let clients = &coordinator.clients;
     let content = content(1 << 20);
     let half = content.len() / 2;
-    break_off(&coordinator, clients, header(&content, 0, "u1"), &content[..half]).await;
+    let _stream = break_off(&coordinator, clients, header(&content, 0, "u1"), &content[..half]).await;
     let refused = put(clients, header(&content, half, "u1"), &vec![7; half]).await;
     assert_eq!(refused.unwrap_err().code(), Code::DataLoss);
     assert_eq!(received(clients, &content, "u1").await, 0);
@@ -154,7 +160,7 @@ async fn an_upload_without_a_name_starts_over() {
     let coordinator = TestCoordinator::start(LEASE).await;
     let clients = &coordinator.clients;
     let content = content(1 << 20);
-    break_off(&coordinator, clients, header(&content, 0, ""), &content[..1 << 19]).await;
+    drop(break_off(&coordinator, clients, header(&content, 0, ""), &content[..1 << 19]).await);
     eventually("the temporary file to be removed", || async {
         files(&coordinator).is_empty().then_some(())
     })
