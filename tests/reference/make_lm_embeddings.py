@@ -104,6 +104,8 @@ def adapter(name):
 def main():
     torch.set_num_threads(1)
     make_lm.STEPS, make_lm.add_lora = STEPS, add_lora
+    # GPTBigCode alone drops numbers while it is trained, unless its config says otherwise; aitk does not.
+    make_lm.CONFIGS["starcoder"] = CONFIGS["starcoder"] | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     trainings = [make_lm.train(one) for one in TRAININGS]
     for one in trainings:
         print(one["name"], one["documents"], one["losses"][0], "->", one["losses"][-1])
