@@ -274,7 +274,8 @@ impl ModelShapes {
         let config = |part: &str| read_config(&folder.join(part));
         let vae = VaeShapes::read(&config("vae")?)?;
         if let Some(transformer) = config("transformer") {
-            let transformer = TransformerShapes::read(&transformer)?;
+            let mut transformer = TransformerShapes::read(&transformer)?;
+            transformer.short_prompts = is_schnell(&transformer, folder);
             return Self::with_transformer(folder, transformer, vae)?.checked();
         }
         let mut text = [TextShapes::default(); MAX_TEXT_ENCODERS];
@@ -393,7 +394,21 @@ impl ModelShapes {
 }
 
 fn read_config(folder: &Path) -> Option<Value> {
-    let text = crate::fsutil::regular::read_text(&folder.join("config.json"), MAX_CONFIG_BYTES).ok()?;
+    read_json(&folder.join("config.json"))
+}
+
+/// Whether the model is FLUX.1-schnell or one like it, as `engine/src/families/flux/load.rs`: it has no guidance embedding, and its
+/// scheduler does not shift timesteps by the size of the image.
+fn is_schnell(transformer: &TransformerShapes, folder: &Path) -> bool {
+    let shifts = || {
+        let scheduler = read_json(&folder.join("scheduler").join("scheduler_config.json"))?;
+        scheduler.get("use_dynamic_shifting")?.as_bool()
+    };
+    transformer.kind == TransformerKind::Flux && !transformer.guidance && shifts() != Some(true)
+}
+
+fn read_json(file: &Path) -> Option<Value> {
+    let text = crate::fsutil::regular::read_text(file, MAX_CONFIG_BYTES).ok()?;
     serde_json::from_str(&text).ok()
 }
 
@@ -443,5 +458,24 @@ mod tests {
         ] {
             assert_eq!(unet(key, value.clone()), None, "{key}: {value}");
         }
+    }
+
+    /// Models without a guidance embedding that are made from FLUX.1-dev keep its scheduler.
+    #[test]
+    fn schnell_is_known_by_its_scheduler() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("scheduler")).unwrap();
+        let is_schnell = |class: &str, guidance: bool, scheduler: &str| {
+            std::fs::write(folder.path().join("scheduler/scheduler_config.json"), scheduler).unwrap();
+            let config = json!({"_class_name": class, "guidance_embeds": guidance});
+            is_schnell(&TransformerShapes::read(&config).unwrap(), folder.path())
+        };
+        let (flux, shifts) = ("FluxTransformer2DModel", r#"{"use_dynamic_shifting": true}"#);
+        assert!(is_schnell(flux, false, r#"{"use_dynamic_shifting": false}"#));
+        assert!(is_schnell(flux, false, "{}"));
+        assert!(is_schnell(flux, false, "no JSON"));
+        assert!(!is_schnell(flux, false, shifts));
+        assert!(!is_schnell(flux, true, "{}"));
+        assert!(!is_schnell("ChromaTransformer2DModel", false, "{}"));
     }
 }

@@ -60,6 +60,8 @@ pub struct TransformerShapes {
     pub approximator_layers: u32,
     /// Features of these layers.
     pub approximator_width: u32,
+    /// Whether T5 reads the short prompts of FLUX.1-schnell: 256 tokens instead of 512.
+    pub short_prompts: bool,
 }
 
 /// The kind of a language model.

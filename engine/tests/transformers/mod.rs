@@ -103,6 +103,11 @@ impl Case {
             positions: if kind == TransformerKind::Sd3 { 32 } else { 0 },
             approximator_layers: if has_approximator { 2 } else { 0 },
             approximator_width: if has_approximator { 320 } else { 0 },
+            short_prompts: false,
+        };
+        let transformer = TransformerShapes {
+            short_prompts: kind == TransformerKind::Flux && !transformer.guidance,
+            ..transformer
         };
         let language_heads = r.choose(&[8, 16]);
         let language = LanguageShapes {

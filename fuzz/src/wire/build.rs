@@ -179,7 +179,7 @@ messages! {
     ModelShapes { unet text vae transformer language }
     TransformerShapes {
         kind in_channels patch blocks single_blocks dual_blocks heads head_width context pooled guidance qk_norm positions
-        approximator_layers approximator_width
+        approximator_layers approximator_width short_prompts
     }
     LanguageShapes { kind width heads kv_heads head_width intermediate layers vocabulary positions window learned_positions gated untied }
     UNetShapes {

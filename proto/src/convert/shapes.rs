@@ -81,6 +81,7 @@ impl From<ModelShapes> for v1::ModelShapes {
             positions: transformer.positions,
             approximator_layers: transformer.approximator_layers,
             approximator_width: transformer.approximator_width,
+            short_prompts: transformer.short_prompts,
         });
         let language = wire_language_shapes(&shapes.language);
         Self {
@@ -201,6 +202,7 @@ fn transformer_shapes(wire: &v1::TransformerShapes) -> Option<TransformerShapes>
         positions: wire.positions,
         approximator_layers: wire.approximator_layers,
         approximator_width: wire.approximator_width,
+        short_prompts: wire.short_prompts,
     })
 }
 
@@ -340,6 +342,7 @@ mod tests {
             positions: 0,
             approximator_layers: 5,
             approximator_width: 5120,
+            short_prompts: true,
             ..model.transformer
         };
         assert_eq!(shapes(Some(v1::ModelShapes::from(chroma))), Some(chroma));

@@ -24,7 +24,7 @@ pub(in crate::plan) struct Family {
     pub(in crate::plan) never_quantised: &'static [&'static str],
     /// The guidance scale above which classifier-free guidance is used; infinite for distilled models.
     pub(in crate::plan) guided_above: f64,
-    /// The tokens of every prompt for the language model: of models with and without a guidance embedding.
+    /// The tokens of every prompt for the language model, and of models with short prompts ([`TransformerShapes::short_prompts`]).
     pub(in crate::plan) prompt_tokens: [f64; 2],
 }
 
@@ -63,6 +63,7 @@ pub(super) const NO_TRANSFORMER: TransformerShapes = TransformerShapes {
     positions: 0,
     approximator_layers: 0,
     approximator_width: 0,
+    short_prompts: false,
 };
 
 pub(super) const NO_LANGUAGE: LanguageShapes = LanguageShapes {

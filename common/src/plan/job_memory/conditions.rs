@@ -16,13 +16,13 @@ impl Job<'_> {
 
     /// Tokens of a prompt for the language model.
     fn language_tokens(&self, prompt_tokens: f64) -> f64 {
-        let [guided, other] = self.family.prompt_tokens;
+        let [usual, short] = self.family.prompt_tokens;
         let transformer = &self.shapes.transformer;
         match transformer.kind {
             // Shorter prompts are not padded.
-            TransformerKind::ZImage => prompt_tokens.min(guided),
-            _ if transformer.guidance => guided,
-            _ => other,
+            TransformerKind::ZImage => prompt_tokens.min(usual),
+            _ if transformer.short_prompts => short,
+            _ => usual,
         }
     }
 
