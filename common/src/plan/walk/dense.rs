@@ -120,6 +120,9 @@ impl Walk {
     ) -> MetaTensor {
         let applied = AppliedChange::new(layer, x, is_linear);
         let recording = self.is_recording();
+        let factors = [layer.outputs, layer.fan_in()].map(|side| 2.0 * adapter.rank * side);
+        // The factors of both products in one tensor: copies, which the backward pass reads.
+        let stacked = factors.map(|elements| self.floats(elements));
         // The engine unpacks the weight before it makes the change.
         let unpacked = (layer.unpacking != Unpacking::None).then(|| self.numbers(applied.weights));
         let sum = self.with_change(&applied, adapter.form, false);
@@ -134,14 +137,13 @@ impl Walk {
         if recording {
             let saved = x.clone();
             let trained = [0, 1].map(|which| layer.trained_id(which));
-            let factors = [layer.outputs, layer.fan_in()].map(|side| 2.0 * adapter.rank * side);
             self.record_step(&y, move |walk, gradient| {
                 let (d_weight, mut gradients) = walk.dense_gradients(&applied, saved);
                 drop((weight, gradient));
                 let wide = walk.widened(applied.weights);
                 // For each factor the other product, and its product with the gradient.
                 let others = [0; 2].map(|_| walk.floats(applied.weights));
-                drop(others);
+                drop((others, stacked));
                 gradients.extend(
                     trained
                         .into_iter()

@@ -1,6 +1,6 @@
 //! Walks over small models.
 
-use super::build::{AdapterOptions, Builder, ComponentOptions};
+use super::build::{AdapterKind, AdapterOptions, Builder, ComponentOptions, LayerSizes};
 use super::meter::MetaTensor;
 use super::tensors::{Activation, NormActivation};
 use super::{Backend, Form, Residuals, UNet, Vae, Walk};
@@ -241,4 +241,27 @@ fn norms_and_activations_keep_their_inputs() {
     // The input of the norm, that of the activation, and the result.
     assert_eq!(kept.get(), 3.0 * tensor);
     assert_eq!(walk.meter.live(), 0.0);
+}
+
+/// A linear layer of 64 inputs and 96 outputs with a LoHa of rank 8, for 200 tokens: its factors are two of [96, 8] and two of [8, 64].
+#[test]
+fn a_loha_keeps_its_changed_weight_and_copies_of_its_factors() {
+    let mut options = options(Some(8.0));
+    if let Some(adapter) = &mut options.adapter {
+        adapter.kind = AdapterKind::Loha;
+    }
+    let mut builder = Builder::new(options, 0);
+    let layer = builder.layer("proj", LayerSizes::linear(64.0, 96.0, true));
+    let walk = Walk::new(CPU);
+    let x = walk.tensor([1.0, 200.0, 64.0, 1.0], false);
+    let mut live = 0.0;
+    let gradients = walk.forward_backward(false, || {
+        let y = walk.linear(&layer, &x);
+        live = walk.meter.live();
+        y
+    });
+    let factors = 2.0 * 8.0 * (64.0 + 96.0);
+    assert_eq!(live, 4.0 * (200.0 * (64.0 + 96.0) + 64.0 * 96.0 + factors));
+    let numbers: f64 = gradients.values().map(MetaTensor::elements).sum();
+    assert_eq!(numbers, factors);
 }
