@@ -84,6 +84,8 @@ pub(super) const GPU_GRANULARITY: u64 = 64 << 20;
 /// What a job needs in one of its phases, besides its weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Phase {
+    /// What the job does in it.
+    pub(super) name: &'static str,
     /// Tensors that live for the whole phase or longer: optimizer state, averages, gradients.
     pub(super) held: f64,
     /// Tensors that come and go: activations.

@@ -437,7 +437,12 @@ impl<'a> Job<'a> {
         let (mut phases, recycled) = match self.kind {
             WorkKind::Generation => {
                 let transient = self.images(&model, &options, backend, &self.generated_sizes());
-                (vec![Phase { held: 0.0, transient }], transient)
+                let images = Phase {
+                    name: "images",
+                    held: 0.0,
+                    transient,
+                };
+                (vec![images], transient)
             }
             WorkKind::Training => self.training(&model, &options, backend),
         };
@@ -467,6 +472,7 @@ impl<'a> Job<'a> {
     fn loading(&self, model: &Model) -> Vec<Phase> {
         let [text, denoiser, vae] = &model.weights;
         let phase = |largest: f64, missing: f64| Phase {
+            name: "loading",
             held: 0.0,
             transient: 2.0 * largest - missing,
         };
@@ -549,6 +555,7 @@ impl<'a> Job<'a> {
             .map(|weights| weights.resident + weights.quantised)
             .sum::<f64>();
         Phase {
+            name: "caching text embeddings",
             held: 0.0,
             // The other weights are counted in every phase, and are not loaded in this one.
             transient: bytes + pass - others,

@@ -48,6 +48,7 @@ pub(super) fn memory(body: &Value, counts: Option<ParameterCounts>) -> Option<Me
         weights: 0.0,
         quantised: 0.0,
         phases: vec![Phase {
+            name: "exporting",
             held: metadata + lora,
             transient,
         }],

@@ -179,6 +179,7 @@ impl Generation<'_> {
             weights: builder.weights.resident + loras,
             quantised: 0.0,
             phases: vec![Phase {
+                name: "generating text",
                 held: layers * (rows + freed),
                 transient,
             }],

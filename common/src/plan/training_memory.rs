@@ -249,19 +249,20 @@ impl<'a> TrainingMemory<'a> {
         };
         let update = copies * largest + if clips { largest } else { 0.0 };
         let activations = passes.peak - gradients;
-        let phase = |more: f64, transient: f64| Phase {
+        let phase = |name: &'static str, more: f64, transient: f64| Phase {
+            name,
             held: held + more,
             transient,
         };
         let mut phases = vec![match (is_fused, step.accumulates) {
-            (true, _) => phase(0.0, passes.peak.max(largest + update)),
-            (false, false) => phase(gradients, activations.max(update)),
+            (true, _) => phase("step", 0.0, passes.peak.max(largest + update)),
+            (false, false) => phase("step", gradients, activations.max(update)),
             // The sums of earlier batches, or the gradients of the only earlier one. A sum is a new tensor.
-            (false, true) if self.batches(step) > 2.0 => phase(sums + gradients, activations.max(largest)),
-            (false, true) => phase(2.0 * gradients, activations.max(largest)),
+            (false, true) if self.batches(step) > 2.0 => phase("step", sums + gradients, activations.max(largest)),
+            (false, true) => phase("step", 2.0 * gradients, activations.max(largest)),
         }];
         if !is_fused {
-            phases.push(phase(sums, update));
+            phases.push(phase("update", sums, update));
         }
         // The gradients of a whole model are freed after the update, and do not fit what the next step needs.
         let kept_gradients = match self.is_full && !is_fused && !step.accumulates {
@@ -277,11 +278,12 @@ impl<'a> TrainingMemory<'a> {
         }
         if backend.is_cpu() && !is_first {
             let saving = self.saving(trained, largest);
-            phases.push(phase(0.0, saving));
+            phases.push(phase("saving", 0.0, saving));
         }
         // Loading: a dense weight that is quantised, and a copy of it.
         if !is_first {
             phases.push(Phase {
+                name: "loading",
                 held: 0.0,
                 transient: 2.0 * weights.largest_quantised,
             });

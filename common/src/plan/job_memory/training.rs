@@ -14,10 +14,6 @@ use serde_json::Value;
 /// Float32 tensors of the size of the largest trained one while candle's operations update it.
 const GPU_STEP_COPIES: f64 = 6.0;
 
-/// Memory per byte of activations that are kept for the backward pass, if freed memory is returned at once: pages that hold a
-/// kept tensor stay. Otherwise the pages are used again, and kept activations need no more than their bytes.
-const GAPS_RETURNED: f64 = 1.15;
-
 /// An adapter has only large tensors if no more than this fraction of its numbers is in small ones.
 const LARGE_TENSORS: f64 = 0.1;
 
@@ -194,24 +190,21 @@ impl Job<'_> {
             false => self.optimizer.step_copies.max(GPU_STEP_COPIES),
         };
         let update = clipped + step_copies * largest;
-        let gaps = match backend.is_cpu() && !checkpointed && options.returns_freed_memory {
-            true => GAPS_RETURNED,
-            false => 1.0,
-        };
-        let activations = (step.peak - gradients) * gaps;
-        let phase = |more: f64, transient: f64| Phase {
+        let activations = step.peak - gradients;
+        let phase = |name: &'static str, more: f64, transient: f64| Phase {
+            name,
             held: held + more,
             transient,
         };
         let mut phases = vec![match (fused, accumulates) {
-            (true, _) => phase(0.0, step.peak.max(largest + update)),
-            (false, false) => phase(gradients, activations.max(update)),
+            (true, _) => phase("step", 0.0, step.peak.max(largest + update)),
+            (false, false) => phase("step", gradients, activations.max(update)),
             // The sums of earlier micro-batches, or the gradients of the only earlier one. A sum is a new tensor.
-            (false, true) if micro_batches > 2.0 => phase(sums + gradients, activations.max(largest)),
-            (false, true) => phase(2.0 * gradients, activations.max(largest)),
+            (false, true) if micro_batches > 2.0 => phase("step", sums + gradients, activations.max(largest)),
+            (false, true) => phase("step", 2.0 * gradients, activations.max(largest)),
         }];
         if !fused {
-            phases.push(phase(sums, update));
+            phases.push(phase("update", sums, update));
         }
         if !self.caches_all_latents() {
             let largest = self.largest_uncached();
@@ -220,18 +213,23 @@ impl Job<'_> {
                 .filter(|batch| batch.pixels() <= largest)
                 .map(|batch| self.encoding(model, options, backend, batch.size) + self.pixels_of(batch));
             let sums = if accumulates { sums } else { 0.0 };
-            phases.push(phase(sums, encode.fold(0.0, f64::max)));
+            phases.push(phase("encoding images", sums, encode.fold(0.0, f64::max)));
         }
         let mut samples = sample_sizes(body, self.multiple());
         samples.extend(slider_sampling_sizes(body, self.multiple()));
         if !samples.is_empty() {
-            phases.push(phase(swapped, self.images(model, options, backend, &samples)));
+            phases.push(phase(
+                "sampling",
+                swapped,
+                self.images(model, options, backend, &samples),
+            ));
         }
         if let Some(side) = validation_side(body) {
             let walk = self.denoising(model, backend, [side, side], 1.0, false, CAPTION_TOKENS);
-            phases.push(phase(0.0, walk.peak()));
+            phases.push(phase("validation", 0.0, walk.peak()));
             // Before the first step.
             phases.push(Phase {
+                name: "encoding validation images",
                 held: 0.0,
                 transient: self.encoding(model, options, backend, [side, side]),
             });
@@ -244,7 +242,7 @@ impl Job<'_> {
         let mut recycled = others.fold(block.forward.max(first), f64::max);
         if backend.is_cpu() {
             let saving = self.saving(model, count, largest);
-            phases.push(phase(swapped, saving));
+            phases.push(phase("saving", swapped, saving));
             // Whole files are made of many small tensors; a model is saved tensor by tensor at the end. Of large tensors, such as whole
             // differences, no free memory is left between others.
             if !self.is_full && small_fraction(model) > LARGE_TENSORS {
@@ -307,6 +305,7 @@ impl Job<'_> {
             .map(|batch| self.encoding(model, options, backend, batch.size));
         let all = |weights: &WeightTotals| weights.resident + weights.quantised;
         Phase {
+            name: "caching latents",
             held: 0.0,
             // The weights are counted in every phase, and are not loaded in this one.
             transient: all(&model.weights[2]) + encode.fold(0.0, f64::max) - model.weights.iter().map(all).sum::<f64>(),
@@ -328,8 +327,8 @@ impl Job<'_> {
             let read = if width < 4.0 { 8.0 + width } else { 4.0 };
             return largest.max(frozen * read);
         }
-        // The bytes of the file exist twice: first without its hashes.
-        (count * (converted + 2.0 * width)).max(largest)
+        // The file is made in memory, for its hashes, which are in it, too. The bytes without them are freed before those with them are made.
+        (count * (converted + width)).max(largest)
     }
 
     pub(super) fn is_checkpointed(&self, options: &MemoryOptions) -> bool {
