@@ -550,7 +550,7 @@ def draw_wide(r, process, images):
         train["single_item_batching"] = True
     if train["optimizer"] in ("adafactor", "automagic") and r.random() < 0.3:
         train["do_paramiter_swapping"] = True
-    if network and network["type"] in ("lora", "locon") and r.random() < 0.06:
+    if network and network["type"] in ("lora", "locon") and "ema_config" not in train and r.random() < 0.06:
         train["merge_network_on_save"] = True
     if r.random() < 0.2:
         process["save"]["save_every"] = 1

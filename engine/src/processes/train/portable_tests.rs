@@ -1,6 +1,7 @@
 //! Whole training runs with the device `cpu:portable`.
 
 use super::tests::{logs, losses, run_spec, spec, trainer};
+use crate::device::precision::has_bf16_products;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::dtype::DType;
@@ -25,7 +26,11 @@ fn a_portable_training_computes_in_its_dtype_and_has_the_same_losses() {
     assert!(!log.contains("computing in"), "{log}");
     // The CPU: layers multiply numbers of bfloat16 where it can, else it computes in f32 and says so.
     let (found, log) = train(None, DType::BF16);
-    assert_eq!(log.contains("computing in f32 on the CPU"), !has_bf16_products(), "{log}");
+    assert_eq!(
+        log.contains("computing in f32 on the CPU"),
+        !has_bf16_products(),
+        "{log}"
+    );
     for (found, expected) in found.iter().zip(&expected) {
         let error = (found / expected - 1.0).abs();
         assert!(error < 0.03, "a loss of {found}, not {expected}");
