@@ -311,7 +311,7 @@ impl BlobsApi {
         }
         let received = upload.received();
         if received != bytes {
-            upload.discard();
+            // A call that the sender cancels ends like this too, so what has arrived is kept.
             return Err(Status::invalid_argument(format!(
                 "data: {received} bytes received, {bytes} were announced; send the blob again"
             )));

@@ -207,10 +207,15 @@ impl T5EncoderModel {
     /// When an id is not in the vocabulary, or there is another number of lengths than of texts.
     pub fn forward(&self, ids: &Tensor, lengths: Option<&[usize]>) -> candle_core::Result<Tensor> {
         let places = ids.dim(1)?;
-        let bias = relative_position_bias(&self.bias_table, places, self.max_distance)?;
-        let bias = match lengths {
-            Some(lengths) => bias.broadcast_add(&padding_bias(lengths, places, 0, bias.device())?)?,
-            None => bias,
+        // A block, at whose end the bias without the mask is freed: of T5 XXL it has 64 MiB.
+        let bias = {
+            let of_positions = relative_position_bias(&self.bias_table, places, self.max_distance)?;
+            match lengths {
+                Some(lengths) => {
+                    of_positions.broadcast_add(&padding_bias(lengths, places, 0, of_positions.device())?)?
+                }
+                None => of_positions,
+            }
         };
         let mut sequence = BlockSequence::new();
         let mut x = sequence.input(self.embedding.forward(ids)?);
