@@ -178,14 +178,14 @@ impl<E: Element> Kernel for TransposedLines<'_, E> {
                 // SAFETY: `count` lines from `line` on have `length` elements from `start` on, and the panel has `length` lines of `width`
                 // elements from there on; checked above. `copy` has the elements of the longest vector.
                 unsafe {
-                    for i in 0..count {
+                    for (i, to) in square.iter_mut().take(count).enumerate() {
                         let from = data.as_ptr().add((line + i) * stride + start);
-                        square[i] = if length == S::LANES {
+                        *to = if length == S::LANES {
                             E::load::<S>(from)
                         } else {
                             let mut copy = [0.0; MAX_LANES];
-                            for (k, to) in copy[..length].iter_mut().enumerate() {
-                                *to = E::value(*from.add(k));
+                            for (k, number) in copy[..length].iter_mut().enumerate() {
+                                *number = E::value(*from.add(k));
                             }
                             S::load(copy.as_ptr())
                         };
