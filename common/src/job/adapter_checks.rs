@@ -237,5 +237,8 @@ mod tests {
         let rate = "      adapter: {train: true}\n      train: {lr: 1.0e-4, adapter_lr: 1.0e-5}\n";
         let spec = read("sd15", SET, rate).unwrap();
         assert_eq!(spec.process[0].trainer().unwrap().learning_rate(), 1e-5);
+        // As `lr`.
+        let found = error("sd15", SET, &rate.replace("1.0e-5", "-0.01"));
+        assert!(found.contains("train.adapter_lr"), "{found}");
     }
 }

@@ -384,6 +384,11 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         cx.error_at(key, why);
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
+    for (key, rate) in [("embedding_lr", train.embedding_lr), ("adapter_lr", train.adapter_lr)] {
+        if let Some(rate) = rate {
+            cx.check_in_range(key, rate, 0.0..=MAX_FACTOR);
+        }
+    }
     cx.check_in_range("embedding_lr", train.embedding_lr.unwrap_or_default(), 0.0..=MAX_FACTOR);
     lr_factor::check(&train.lr_factors, train.optimizer, train.train_text_encoder, cx);
     let chooses_rates = train.optimizer_params.get("relative_step") == Some(&true.into());

@@ -249,7 +249,7 @@ async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
-    let coordinator = TestCoordinator::start(Duration::from_millis(800)).await;
+    let coordinator = TestCoordinator::start(Duration::from_millis(2500)).await;
     let job = coordinator.submit("shapes").await.job;
     let mut one = FakeWorker::new(&coordinator, "one").await;
     let first = one.next_assignment().await;
@@ -275,6 +275,7 @@ async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
 
     // The first worker's session has ended. A new session tells it that it may keep nothing.
     while one.next().await.is_some() {}
+    two.heartbeat(&[held_attempt(&second)]).await;
     let registration = FakeWorker::registration("one", Some(one.id.clone()), vec![held_attempt(&first)]);
     let mut one = FakeWorker::register(&coordinator.clients, registration).await;
     assert!(one.keep.is_empty());
@@ -300,6 +301,7 @@ async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
         })
         .await;
     assert_eq!(fenced.0, held_attempt(&first));
+    two.heartbeat(&[held_attempt(&second)]).await;
     assert!(fenced.1.contains("followed by epoch 2"), "{}", fenced.1);
     assert_eq!(
         two.finish(&held_attempt(&second), Outcome::Completed).await,
