@@ -33,6 +33,8 @@ pub const LEADER_HEADER: &str = "aitk-leader";
 
 /// In the response of a coordinator whose storage is full: `full`. The client may retry later.
 pub const STORAGE_HEADER: &str = "aitk-storage";
+/// In the response to a call that came at a bad moment, as with too many calls at once: `later`. The same call may succeed soon.
+pub const RETRY_HEADER: &str = "aitk-retry";
 
 /// The size limit of a message in bytes: a config of 4 MiB with its parsed form, and a reserve.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;

@@ -6,7 +6,7 @@
 use crate::client::{AuthChannel, Clients};
 use crate::v1;
 use crate::v1::blobs_client::BlobsClient;
-use crate::{BLOB_CHUNK_BYTES, STORAGE_HEADER, is_unusable_offset, upload_name};
+use crate::{BLOB_CHUNK_BYTES, RETRY_HEADER, STORAGE_HEADER, is_unusable_offset, upload_name};
 use aitk_common::backoff::Backoff;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
@@ -79,10 +79,11 @@ fn timed_out() -> Failure {
 
 fn is_retryable(status: &Status) -> bool {
     // A broken connection gives Unknown, Cancelled or Internal, depending on where it broke.
-    matches!(
+    let is_outage = matches!(
         status.code(),
         Code::Unavailable | Code::DeadlineExceeded | Code::Unknown | Code::Cancelled | Code::Aborted | Code::Internal
-    )
+    );
+    is_outage || status.metadata().contains_key(RETRY_HEADER)
 }
 
 impl RemoteBlobs {
@@ -588,6 +589,11 @@ mod tests {
             panic!("a limit of the coordinator");
         };
         assert_eq!(message, "through the coordinator: no");
+        // Too many calls at once: the same call may succeed soon.
+        let mut busy = Status::resource_exhausted("no");
+        assert!(!is_retryable(&busy));
+        busy.metadata_mut().insert(RETRY_HEADER, "later".parse().unwrap());
+        assert!(is_retryable(&busy));
     }
 
     #[tokio::test]

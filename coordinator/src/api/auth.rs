@@ -4,6 +4,7 @@
 //! left open by mistake.
 
 use super::concurrent_call_limit::{CallLimiter, LimitedResponse};
+use super::status::busy_status;
 use crate::access::{Access, AuthenticationError, Identity};
 use crate::connection_limiter::ConnectionLimiter;
 use aitk_common::control_plane::PROTOCOL_VERSION;
@@ -194,8 +195,8 @@ fn denied_status(denied: AuthenticationError) -> Status {
             "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
              with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
         ),
-        AuthenticationError::TooManyFailures => Status::resource_exhausted(
-            "too many wrong tokens came from your address; wait a minute, then try again with the right one",
+        AuthenticationError::TooManyFailures => busy_status(
+            "too many wrong tokens came from your address; wait a minute, then try again with the right one".to_owned(),
         ),
         AuthenticationError::Certificate(problem) => Status::unauthenticated(format!(
             "this worker's certificate {problem}; join again with a new join token: `aitk-coordinator worker join-token` there, \

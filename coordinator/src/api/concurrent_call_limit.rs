@@ -5,6 +5,7 @@
 //! other users are not affected.
 
 use super::change_rate_limit::ChangeLimiter;
+use super::status::busy_status;
 use crate::access::Identity;
 use crate::transfer_limit::{TransferLimiter, TransferPermit};
 use aitk_common::id::UserName;
@@ -154,7 +155,7 @@ impl CallLimiter {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let count = open.entry(who.clone()).or_default();
         if *count >= MAX_CALLS {
-            return Err(Status::resource_exhausted(format!(
+            return Err(busy_status(format!(
                 "user {who} has {count} calls open at once, which is the limit; wait for some of them to end"
             )));
         }
@@ -198,7 +199,7 @@ async fn wait_for_permit(
 ) -> Result<TransferPermit, Status> {
     match tokio::time::timeout(timeout, all.permit(who)).await {
         Ok(permit) => permit.map_err(|_| Status::unavailable("the coordinator is shutting down")),
-        Err(_) => Err(Status::resource_exhausted(format!(
+        Err(_) => Err(busy_status(format!(
             "no slot became free within {} s: user {who} may have {max} {what} at once, and all users together a few times as many; end some, \
              and try again",
             timeout.as_secs()
@@ -402,6 +403,7 @@ pub(super) mod tests {
         let refused = calls.admit(&eve, "/aitk.v1.Jobs/Events").await.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
         assert!(refused.message().contains("256 logs that are followed"), "{refused}");
+        assert!(refused.metadata().contains_key(aitk_proto::RETRY_HEADER), "{refused:?}");
     }
 
     #[tokio::test]

@@ -6,7 +6,7 @@ use crate::scheduler_task::SchedulerStopped;
 use crate::store::StoreError;
 use aitk_common::error_chain::error_chain;
 use aitk_common::storage::StorageError;
-use aitk_proto::STORAGE_HEADER;
+use aitk_proto::{RETRY_HEADER, STORAGE_HEADER};
 use aitk_scheduler::Refusal;
 use tonic::Status;
 use tonic::metadata::MetadataValue;
@@ -70,6 +70,15 @@ pub(crate) fn storage_full_status(text: String) -> Status {
     status
         .metadata_mut()
         .insert(STORAGE_HEADER, MetadataValue::from_static("full"));
+    status
+}
+
+/// Status for a call that came at a bad moment: marked with a header, so that a worker does not take it for the refusal of what it sent.
+pub(super) fn busy_status(text: String) -> Status {
+    let mut status = Status::resource_exhausted(text);
+    status
+        .metadata_mut()
+        .insert(RETRY_HEADER, MetadataValue::from_static("later"));
     status
 }
 
