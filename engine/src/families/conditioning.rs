@@ -71,6 +71,15 @@ impl Conditioning {
         found.ok_or_else(|| EngineError::Internal(format!("the conditioning has no `{name}`")))
     }
 
+    /// The numbers of a tensor that counts something in each item (u32).
+    ///
+    /// # Errors
+    /// When there is none of this name, or it has no counts.
+    pub fn counts(&self, name: &str) -> Result<Vec<usize>> {
+        let counts: Vec<u32> = self.get(name)?.to_vec1()?;
+        Ok(counts.into_iter().map(|count| count as usize).collect())
+    }
+
     /// A tensor that there may be.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<&Tensor> {

@@ -27,8 +27,12 @@ pub mod sdxl;
 mod size_limit;
 pub mod stable_diffusion;
 mod text_embeddings;
+mod text_files;
 mod text_source;
+mod transformer_family;
 mod transformer_folder;
+mod transformer_load;
+mod transformer_model;
 pub mod zimage;
 
 pub use adapted_parts::{AdaptedParts, SelectedParts};
@@ -49,6 +53,8 @@ pub use sd3::SD3;
 pub use sdxl::SDXL;
 pub use size_limit::SizeLimit;
 pub use text_embeddings::TextEmbeddings;
+pub use transformer_family::{TransformerFamily, TransformerText};
+pub use transformer_model::TransformerModel;
 pub use zimage::ZIMAGE;
 
 use crate::error::{EngineError, Result};

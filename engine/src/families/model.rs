@@ -28,7 +28,7 @@ pub trait Family: Sync + Debug {
     ///
     /// # Errors
     /// When tensors do not match the configs, or a component is missing.
-    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>>;
+    fn load(&'static self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>>;
 
     /// Loads the text encoders of a model alone. [`Self::load`] loads no text encoders where [`LoadOptions::prompts`] are given.
     ///
@@ -168,10 +168,7 @@ pub trait Model: Send + Debug {
     ) -> Result<Vec<Tensor>> {
         match skipped {
             [] => self.predict(latents, timesteps, conditioning),
-            _ => Err(EngineError::bad_input(format!(
-                "skip-layer guidance leaves out blocks of the transformer of Stable Diffusion 3.5; `{}` has none that can be left out",
-                self.family().arch()
-            ))),
+            _ => Err(no_skippable_blocks(self.family().arch())),
         }
     }
 
@@ -365,6 +362,13 @@ pub trait Model: Send + Debug {
 fn no_embeddings(arch: ArchName) -> EngineError {
     EngineError::bad_input(format!(
         "embedding: words are trained for the CLIP text encoders of Stable Diffusion and SDXL, and this is `arch: {arch}`"
+    ))
+}
+
+/// The error of a model whose predictions need all blocks.
+pub(super) fn no_skippable_blocks(arch: ArchName) -> EngineError {
+    EngineError::bad_input(format!(
+        "skip-layer guidance leaves out blocks of the transformer of Stable Diffusion 3.5; `{arch}` has none that can be left out"
     ))
 }
 

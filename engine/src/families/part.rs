@@ -1,6 +1,7 @@
 //! A part of a model whose layers adapters can change.
 
 use super::part_role::PartRole;
+use super::transformer_folder::TRANSFORMER;
 use crate::nn::VisitLayers;
 
 /// The names and the scale of LoRAs in saved files, as ai-toolkit has them.
@@ -42,7 +43,7 @@ pub struct Part<'a> {
 
 /// What a part is, without its layers. The fields are those of [`Part`].
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PartInfo {
+pub struct PartInfo {
     pub(super) id: &'static str,
     pub(super) role: PartRole,
     pub(super) lora_prefix: &'static str,
@@ -51,6 +52,28 @@ pub(super) struct PartInfo {
 }
 
 impl PartInfo {
+    /// A transformer whose repeated blocks are in these lists.
+    pub(super) const fn transformer(lora_prefix: &'static str, block_lists: &'static [&'static str]) -> Self {
+        Self {
+            id: TRANSFORMER,
+            role: PartRole::Denoiser,
+            lora_prefix,
+            lora_names: AdapterNames::Peft,
+            block_lists,
+        }
+    }
+
+    /// A text encoder beside a transformer.
+    pub(super) const fn text_encoder(id: &'static str) -> Self {
+        Self {
+            id,
+            role: PartRole::TextEncoder,
+            lora_prefix: id,
+            lora_names: AdapterNames::Peft,
+            block_lists: &[],
+        }
+    }
+
     /// The part with these layers.
     pub(super) fn with(self, layers: &mut dyn VisitLayers) -> Part<'_> {
         Part {

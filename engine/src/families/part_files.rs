@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// A transformer of a family, in a folder or a file.
-pub(super) struct TransformerKind<C> {
+pub struct TransformerKind<C> {
     /// Whether the tensors have other names than in diffusers.
     pub(super) has_original_names: fn(&Index) -> bool,
     /// The tensors under diffusers' names.
@@ -92,7 +92,7 @@ pub(super) fn t5(part: &PartFiles) -> Result<(Index, T5Config)> {
 }
 
 /// The tensors of a VAE with diffusers' names, and its config; without a file, that of the published model.
-pub(super) fn vae_part(part: &PartFiles, published: Published) -> Result<(Index, VaeConfig)> {
+pub(super) fn vae_part(part: &PartFiles, published: PublishedVae) -> Result<(Index, VaeConfig)> {
     let index = tensors(part)?;
     let config = match &part.config {
         Some(file) => config::read(file)?,
@@ -106,16 +106,20 @@ pub(super) fn vae_part(part: &PartFiles, published: Published) -> Result<(Index,
     Ok((index, config))
 }
 
-/// What the published models of a family have, for files without configs.
+/// The VAE of a family's published models, for files without configs.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Published {
-    /// `scaling_factor` of the VAE.
+pub struct PublishedVae {
     pub(super) scaling_factor: f64,
-    /// `shift_factor` of the VAE.
     pub(super) shift_factor: f64,
 }
 
-impl Published {
+impl PublishedVae {
+    /// That of FLUX.1, which other families have too.
+    pub(super) const FLUX: Self = Self {
+        scaling_factor: 0.3611,
+        shift_factor: 0.1159,
+    };
+
     /// `vae/config.json`.
     fn vae(self) -> Result<VaeConfig> {
         let config = json!({
@@ -132,6 +136,23 @@ impl Published {
         });
         config::from_value(config).map_err(|message| EngineError::Internal(format!("a built-in config: {message}")))
     }
+}
+
+/// The cause of different widths, for [`check_width`].
+pub(super) const DIFFERENT_MODELS: &str = "they belong to different models";
+
+/// Checks that a part gives as many features as the transformer expects. `what` names the part, with a verb; `cause` says why they may differ.
+///
+/// # Errors
+/// When they differ.
+pub(super) fn check_width(index: &Index, what: &str, found: usize, expected: usize, cause: &str) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(EngineError::Unsupported(format!(
+        "{}: the {what} {found} features, the transformer expects {expected}: {cause}",
+        index.path().display()
+    )))
 }
 
 /// The scheduler's config of a model's folder or of the extras; without one, a flow-matching scheduler with this shift.
@@ -172,7 +193,7 @@ pub(super) fn quantised_in_file(parts: &[(PartRole, &[&Index])]) -> Vec<(PartRol
 pub(super) fn load_other_vae(
     arch: ArchName,
     path: &Path,
-    published: Published,
+    published: PublishedVae,
     options: &LoadOptions,
 ) -> Result<Option<(AutoencoderKl, PathBuf)>> {
     if options.parts.vae.as_deref() == Some(path) {

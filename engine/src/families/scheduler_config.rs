@@ -1,9 +1,10 @@
-//! Reads and checks `scheduler/scheduler_config.json` of a diffusers folder.
+//! Reads and checks `scheduler/scheduler_config.json` of a diffusers folder, or gives the published one.
 
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::samplers::SamplerParams;
-use serde_json::Value;
+use aitk_common::model_files::ModelParts;
+use serde_json::{Value, json};
 use std::path::Path;
 
 /// The parsed `scheduler/scheduler_config.json` of a model's folder.
@@ -22,6 +23,40 @@ pub(super) fn read(folder: &Path) -> Result<Value> {
         ));
     }
     Ok(parsed)
+}
+
+/// The scheduler's config, which belongs to the transformer: that of a folder whose own transformer is of another kind is not used, but
+/// `published`. `is_other` says it of the transformer's `config.json`.
+///
+/// # Errors
+/// When a file cannot be read.
+pub(super) fn of_transformer(
+    parts: &ModelParts,
+    is_other: impl FnOnce(&Path) -> Result<bool>,
+    published: Value,
+) -> Result<Value> {
+    let is_other = match &parts.scheduler_transformer {
+        Some(file) => is_other(file)?,
+        None => false,
+    };
+    match &parts.scheduler {
+        Some(folder) if !is_other => read(folder),
+        _ => Ok(published),
+    }
+}
+
+/// `scheduler/scheduler_config.json` of FLUX.1-dev, or without dynamic shifting that of FLUX.1-schnell.
+pub(super) fn flux(use_dynamic_shifting: bool) -> Value {
+    json!({
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "base_image_seq_len": 256,
+        "base_shift": 0.5,
+        "max_image_seq_len": 4096,
+        "max_shift": 1.15,
+        "num_train_timesteps": 1000,
+        "shift": if use_dynamic_shifting { 3.0 } else { 1.0 },
+        "use_dynamic_shifting": use_dynamic_shifting,
+    })
 }
 
 #[cfg(test)]

@@ -1,9 +1,11 @@
 //! The text encoder of Chroma: T5, with masks.
 
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::TextEncoders;
 use crate::families::part::Part;
+use crate::families::transformer_family::TransformerText;
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use candle_core::{Device, Tensor};
 
@@ -17,7 +19,7 @@ const ATTENDED_PADDING: usize = 1;
 
 /// T5 with its tokenizer.
 #[derive(Clone, Debug)]
-pub(super) struct ChromaTextEncoder {
+pub struct ChromaTextEncoder {
     pub(super) tokenizer: T5Tokenizer,
     pub(super) model: T5EncoderModel,
     /// Tokens of a prompt, with its end and padding.
@@ -44,5 +46,19 @@ impl TextEncoders for ChromaTextEncoder {
     /// None: LoRAs are of the transformer only.
     fn parts(&mut self) -> Vec<Part<'_>> {
         Vec::new()
+    }
+}
+
+impl TransformerText for ChromaTextEncoder {
+    fn max_sequence_length(&self) -> usize {
+        self.max_sequence_length
+    }
+
+    fn set_max_sequence_length(&mut self, tokens: usize) {
+        self.max_sequence_length = tokens;
+    }
+
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.model.checkpointing = checkpointing;
     }
 }

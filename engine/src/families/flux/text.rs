@@ -1,12 +1,15 @@
 //! The text encoders of FLUX.1: CLIP for the pooled text, T5 for the context.
 
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::TextEncoders;
-use crate::families::part::{AdapterNames, Part, PartInfo};
-use crate::families::part_role::PartRole;
-use crate::models::clip::{ClipTextModel, ClipTokenizer};
-use crate::models::t5::{T5EncoderModel, T5Tokenizer};
+use crate::families::part::{Part, PartInfo};
+use crate::families::text_files::{AdaptedClip, ClipFiles, TextEncoderFiles};
+use crate::families::transformer_family::TransformerText;
+use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
+use crate::models::t5::{T5Config, T5EncoderModel, T5Tokenizer};
+use aitk_common::model_files::ModelPart;
 use candle_core::{Device, Tensor};
 
 /// The names in the conditioning: the encoded text (T5), the pooled text (CLIP), and where padding is masked the number of T5's tokens (u32).
@@ -15,17 +18,22 @@ pub(super) const LENGTHS: &str = "lengths";
 pub(super) const POOLED: &str = "pooled";
 
 /// The text encoder to whose layers adapters are added.
-pub(super) const CLIP: PartInfo = PartInfo {
-    id: "text_encoder",
-    role: PartRole::TextEncoder,
-    lora_prefix: "text_encoder",
-    lora_names: AdapterNames::Peft,
-    block_lists: &[],
+pub(super) const CLIP: AdaptedClip = AdaptedClip {
+    part: ModelPart::ClipL,
+    info: PartInfo::text_encoder("text_encoder"),
+    published: ClipTextConfig::default,
+    build: ClipTextModel::new,
 };
+
+/// What both text encoders are built from.
+pub struct FluxTextFiles {
+    pub(super) clip: ClipFiles,
+    pub(super) t5: TextEncoderFiles<T5Config>,
+}
 
 /// Both text encoders with their tokenizers.
 #[derive(Clone, Debug)]
-pub(super) struct FluxTextEncoders {
+pub struct FluxTextEncoders {
     pub(super) clip_tokenizer: ClipTokenizer,
     pub(super) clip: ClipTextModel,
     pub(super) t5_tokenizer: T5Tokenizer,
@@ -70,6 +78,21 @@ impl TextEncoders for FluxTextEncoders {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        vec![CLIP.with(&mut self.clip)]
+        vec![CLIP.info.with(&mut self.clip)]
+    }
+}
+
+impl TransformerText for FluxTextEncoders {
+    fn max_sequence_length(&self) -> usize {
+        self.max_sequence_length
+    }
+
+    fn set_max_sequence_length(&mut self, tokens: usize) {
+        self.max_sequence_length = tokens;
+    }
+
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.clip.checkpointing = checkpointing;
+        self.t5.checkpointing = checkpointing;
     }
 }

@@ -4,28 +4,64 @@ use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::TextEncoders;
-use crate::families::part::{AdapterNames, Part, PartInfo};
-use crate::families::part_role::PartRole;
-use crate::models::clip::{ClipTextModel, ClipTokenizer};
-use crate::models::t5::{T5EncoderModel, T5Tokenizer};
+use crate::families::part::{Part, PartInfo};
+use crate::families::text_files::{AdaptedClip, ClipFiles, TextEncoderFiles};
+use crate::families::transformer_family::TransformerText;
+use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
+use crate::models::t5::{T5Config, T5EncoderModel, T5Tokenizer};
 use crate::nn::cat_channels;
+use aitk_common::model_files::ModelPart;
 use candle_core::{D, DType, Device, Tensor};
 
 /// The names in the conditioning: the encoded text, and the pooled text.
 pub(super) const CONTEXT: &str = "context";
 pub(super) const POOLED: &str = "pooled";
+/// Tokens of a prompt for T5 (`max_sequence_length` of diffusers' pipeline).
+pub(super) const TEXT_TOKENS: usize = 256;
 
 /// CLIP-L and CLIP-G, to whose layers adapters are added.
-pub(super) const CLIP: [PartInfo; 2] = [clip_info("text_encoder"), clip_info("text_encoder_2")];
+pub(super) const CLIP: [AdaptedClip; 2] = [
+    AdaptedClip {
+        part: ModelPart::ClipL,
+        info: PartInfo::text_encoder("text_encoder"),
+        published: published_clip_l,
+        build: ClipTextModel::with_projection_if_stored,
+    },
+    AdaptedClip {
+        part: ModelPart::ClipG,
+        info: PartInfo::text_encoder("text_encoder_2"),
+        published: published_clip_g,
+        build: ClipTextModel::with_projection_if_stored,
+    },
+];
 
-const fn clip_info(id: &'static str) -> PartInfo {
-    PartInfo {
-        id,
-        role: PartRole::TextEncoder,
-        lora_prefix: id,
-        lora_names: AdapterNames::Peft,
-        block_lists: &[],
+/// `text_encoder/config.json` of Stable Diffusion 3.5: CLIP-L.
+fn published_clip_l() -> ClipTextConfig {
+    ClipTextConfig {
+        projection_dim: 768,
+        ..ClipTextConfig::default()
     }
+}
+
+/// `text_encoder_2/config.json` of Stable Diffusion 3.5: CLIP-G.
+fn published_clip_g() -> ClipTextConfig {
+    ClipTextConfig {
+        hidden_size: 1280,
+        intermediate_size: 5120,
+        num_hidden_layers: 32,
+        num_attention_heads: 20,
+        hidden_act: "gelu".into(),
+        projection_dim: 1280,
+        ..ClipTextConfig::default()
+    }
+}
+
+/// What the text encoders are built from.
+pub struct Sd3TextFiles {
+    /// CLIP-L and CLIP-G.
+    pub(super) clip: [ClipFiles; 2],
+    /// Without T5 its tokens are zeros.
+    pub(super) t5: Option<TextEncoderFiles<T5Config>>,
 }
 
 /// CLIP with its tokenizer.
@@ -44,7 +80,7 @@ pub(super) struct T5Encoder {
 
 /// The text encoders.
 #[derive(Clone, Debug)]
-pub(super) struct Sd3TextEncoders {
+pub struct Sd3TextEncoders {
     /// CLIP-L and CLIP-G, both with a projection of the pooled text.
     pub(super) clip: [ClipEncoder; 2],
     /// Without T5 its tokens are zeros, as in diffusers.
@@ -104,13 +140,20 @@ impl TextEncoders for Sd3TextEncoders {
     fn parts(&mut self) -> Vec<Part<'_>> {
         let [first, second] = &mut self.clip;
         let [clip_l, clip_g] = CLIP;
-        vec![clip_l.with(&mut first.model), clip_g.with(&mut second.model)]
+        vec![clip_l.info.with(&mut first.model), clip_g.info.with(&mut second.model)]
     }
 }
 
-impl Sd3TextEncoders {
-    /// Sets how the encoders run their blocks.
-    pub(super) fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+impl TransformerText for Sd3TextEncoders {
+    fn max_sequence_length(&self) -> usize {
+        self.max_sequence_length
+    }
+
+    fn set_max_sequence_length(&mut self, tokens: usize) {
+        self.max_sequence_length = tokens;
+    }
+
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
         for encoder in &mut self.clip {
             encoder.model.checkpointing = checkpointing;
         }

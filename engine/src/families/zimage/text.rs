@@ -1,9 +1,11 @@
 //! The text encoder of Z-Image: Qwen3 without its last layer.
 
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::TextEncoders;
 use crate::families::part::Part;
+use crate::families::transformer_family::TransformerText;
 use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
 use candle_core::{Device, Tensor};
 
@@ -15,7 +17,7 @@ pub(super) const TEXT_TOKENS: usize = 512;
 
 /// Qwen3 with its tokenizer.
 #[derive(Clone, Debug)]
-pub(super) struct ZImageTextEncoder {
+pub struct ZImageTextEncoder {
     pub(super) tokenizer: Qwen3Tokenizer,
     /// Without its last layer: the text is the states before it.
     pub(super) model: Qwen3Model,
@@ -56,5 +58,19 @@ impl TextEncoders for ZImageTextEncoder {
     /// None: LoRAs are of the transformer only.
     fn parts(&mut self) -> Vec<Part<'_>> {
         Vec::new()
+    }
+}
+
+impl TransformerText for ZImageTextEncoder {
+    fn max_sequence_length(&self) -> usize {
+        self.max_sequence_length
+    }
+
+    fn set_max_sequence_length(&mut self, tokens: usize) {
+        self.max_sequence_length = tokens;
+    }
+
+    fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
+        self.model.checkpointing = checkpointing;
     }
 }

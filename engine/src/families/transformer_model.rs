@@ -1,17 +1,17 @@
-//! Stable Diffusion 3.5 as a [`Model`].
+//! A model of a [`TransformerFamily`].
 
-use super::text::{CONTEXT, POOLED, Sd3TextEncoders};
+use super::conditioning::{Conditioning, Prompt};
+use super::model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, no_skippable_blocks};
+use super::options::LoadOptions;
+use super::part::Part;
+use super::part_files::load_other_vae;
+use super::part_role::PartRole;
+use super::text_source::TextSource;
+use super::transformer_family::{TransformerFamily, TransformerText};
+use super::transformer_folder::{TransformerSource, TransformerWriter, read_saved};
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
-use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, Model, ModelWriter, SaveOptions};
-use crate::families::options::LoadOptions;
-use crate::families::part::{AdapterNames, Part, PartInfo};
-use crate::families::part_role::PartRole;
-use crate::families::text_source::TextSource;
-use crate::families::transformer_folder::{TransformerSource, TransformerWriter, read_saved};
 use crate::models::codec::Codec;
-use crate::models::sd3::{SD3Transformer2DModel, Sd3Conditions};
 use crate::models::vae::AutoencoderKl;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
@@ -19,22 +19,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The transformer, to whose layers adapters are added.
-pub(super) const DENOISER: PartInfo = PartInfo {
-    id: "transformer",
-    role: PartRole::Denoiser,
-    lora_prefix: "transformer",
-    lora_names: AdapterNames::Peft,
-    block_lists: &["transformer_blocks"],
-};
+/// The guidance scale of a conditioning where none is given: training, as in ai-toolkit.
+const PLAIN_GUIDANCE: f64 = 1.0;
 
-/// Stable Diffusion 3.5.
+/// A model of a [`TransformerFamily`]: text encoders, or prompts that were encoded before, a transformer and a VAE.
 #[derive(Clone, Debug)]
-pub struct Sd3Model {
-    pub(super) family: &'static dyn Family,
-    pub(super) text: TextSource<Sd3TextEncoders>,
+pub struct TransformerModel<F: TransformerFamily> {
+    pub(super) family: &'static F,
+    pub(super) text: TextSource<F::Text>,
     /// Predicts the velocity.
-    pub transformer: SD3Transformer2DModel,
+    pub transformer: F::Transformer,
     /// Encodes images to latents and decodes them.
     pub vae: AutoencoderKl,
     /// The file or folder of the VAE.
@@ -46,24 +40,25 @@ pub struct Sd3Model {
     /// The trained tensors, with part and name, sorted.
     pub(super) trained: Vec<(String, Var)>,
     /// If the transformer is trained: a copy that shares its memory and has no variables.
-    pub(super) frozen_transformer: Option<SD3Transformer2DModel>,
+    pub(super) frozen_transformer: Option<F::Transformer>,
     /// Where the transformer was loaded from, for saving it.
     pub(super) source: Arc<TransformerSource>,
     pub(super) dtype: DType,
     pub(super) device: Device,
 }
 
-impl Sd3Model {
-    /// Whether T5 is loaded. Without it, and if no prompts were encoded before, its tokens are zeros.
-    #[must_use]
-    pub fn has_t5(&self) -> bool {
-        self.text.encoders().is_some_and(|encoders| encoders.t5.is_some())
-    }
-
-    /// Tokens of a prompt for T5: 256. `None` if prompts were encoded before.
+impl<F: TransformerFamily> TransformerModel<F> {
+    /// How many tokens of a prompt the text encoder with the longest texts gets. `None` if prompts were encoded before.
     #[must_use]
     pub fn max_sequence_length(&self) -> Option<usize> {
-        self.text.encoders().map(|encoders| encoders.max_sequence_length)
+        self.text.encoders().map(F::Text::max_sequence_length)
+    }
+
+    /// Sets how many tokens of a prompt it gets (`max_sequence_length` of diffusers). Prompts that were encoded before keep theirs.
+    pub fn set_max_sequence_length(&mut self, tokens: usize) {
+        if let Some(encoders) = self.text.encoders_mut() {
+            encoders.set_max_sequence_length(tokens);
+        }
     }
 
     /// Encodes prompts with the text encoders of another model from now on.
@@ -71,16 +66,12 @@ impl Sd3Model {
     pub(crate) fn share_text_encoders(&mut self, other: &Self) {
         self.text = other.text.clone();
     }
-
-    /// Sets the tokens of a prompt for T5 (`max_sequence_length` of diffusers). Prompts that were encoded before keep theirs.
-    pub fn set_max_sequence_length(&mut self, tokens: usize) {
-        if let Some(encoders) = self.text.encoders_mut() {
-            encoders.max_sequence_length = tokens;
-        }
-    }
 }
 
-impl Model for Sd3Model {
+impl<F> Model for TransformerModel<F>
+where
+    F: TransformerFamily + Family,
+{
     fn family(&self) -> &'static dyn Family {
         self.family
     }
@@ -93,14 +84,18 @@ impl Model for Sd3Model {
         self.dtype
     }
 
+    fn noise_dtype(&self) -> DType {
+        F::noise_dtype(self.dtype)
+    }
+
     fn parts(&mut self) -> Vec<Part<'_>> {
         let mut parts = self.text.parts();
-        parts.push(DENOISER.with(&mut self.transformer));
+        parts.push(F::DENOISER.with(&mut self.transformer));
         parts
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        self.text.encode_prompts(prompts, &self.device)
+        self.with_guidance(self.text.encode_prompts(prompts, &self.device)?, &[PLAIN_GUIDANCE])
     }
 
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
@@ -114,22 +109,43 @@ impl Model for Sd3Model {
         conditioning: &Conditioning,
         skipped: &[usize],
     ) -> Result<Vec<Tensor>> {
+        if !skipped.is_empty() && self.skippable_blocks() == 0 {
+            return Err(no_skippable_blocks(self.family.arch_name()));
+        }
         let [latents] = latents else {
-            return Err(EngineError::Internal(
-                "Stable Diffusion 3.5 takes one latent tensor".into(),
-            ));
-        };
-        let conditions = Sd3Conditions {
-            text: &conditioning.get(CONTEXT)?.to_dtype(self.dtype)?,
-            pooled: &conditioning.get(POOLED)?.to_dtype(self.dtype)?,
+            return Err(EngineError::Internal(format!("{} takes one latent tensor", F::NAME)));
         };
         let latents = latents.to_dtype(self.dtype)?;
-        let prediction = self.transformer.forward(&latents, timesteps, &conditions, skipped)?;
+        let prediction = F::predict(&self.transformer, &latents, timesteps, conditioning, skipped)?;
         Ok(vec![prediction.to_dtype(DType::F32)?])
     }
 
     fn skippable_blocks(&self) -> usize {
-        self.transformer.block_count()
+        F::skippable_blocks(&self.transformer)
+    }
+
+    fn guidance(&self) -> GuidanceKind {
+        F::GUIDANCE
+    }
+
+    fn cfg_factor(&self, guidance_scale: f64) -> f64 {
+        F::cfg_factor(guidance_scale)
+    }
+
+    fn with_guidance(&self, conditioning: Conditioning, scales: &[f64]) -> Result<Conditioning> {
+        F::with_guidance(conditioning, scales, &self.device)
+    }
+
+    fn without_guidance(&self, conditioning: Conditioning) -> Conditioning {
+        F::without_guidance(conditioning)
+    }
+
+    fn takes_control(&self) -> bool {
+        self.family.takes_control()
+    }
+
+    fn with_control(&self, conditioning: Conditioning, latents: &[Tensor]) -> Result<Conditioning> {
+        self.family.with_control(conditioning, latents)
     }
 
     fn codec(&self) -> &dyn Codec {
@@ -137,18 +153,18 @@ impl Model for Sd3Model {
     }
 
     fn size_multiple(&self) -> usize {
-        self.transformer.patch_size() * self.vae.scale_factor()
+        F::patch_size(&self.transformer) * self.vae.scale_factor()
     }
 
     fn max_size(&self) -> Option<(usize, usize)> {
-        let (rows, columns) = self.transformer.max_tokens();
+        let (rows, columns) = F::max_tokens(&self.transformer)?;
         let token = self.size_multiple();
         Some((columns.saturating_mul(token), rows.saturating_mul(token)))
     }
 
     fn image_tokens(&self, latent_shape: &[usize]) -> usize {
         let sides = latent_shape.iter().rev().take(2);
-        sides.map(|side| side / self.transformer.patch_size()).product()
+        sides.map(|side| side / F::patch_size(&self.transformer)).product()
     }
 
     fn scheduler_config(&self) -> &Value {
@@ -160,12 +176,12 @@ impl Model for Sd3Model {
     }
 
     fn default_size(&self) -> (usize, usize) {
-        let side = self.transformer.sample_size() * self.vae.scale_factor();
+        let side = F::default_side(&self.transformer, self.vae.scale_factor());
         (side, side)
     }
 
     fn set_checkpointing(&mut self, checkpointing: Checkpointing) {
-        self.transformer.checkpointing = checkpointing;
+        *F::checkpointing(&mut self.transformer) = checkpointing;
         if let Some(encoders) = self.text.encoders_mut() {
             encoders.set_checkpointing(checkpointing);
         }
@@ -188,7 +204,10 @@ impl Model for Sd3Model {
     }
 
     fn replace_codec(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
-        self.replace_vae(path, options)
+        if let Some((vae, path)) = load_other_vae(F::ARCH, path, F::VAE, options)? {
+            (self.vae, self.vae_path) = (vae, path);
+        }
+        Ok(())
     }
 
     fn codec_path(&self) -> Option<&Path> {
