@@ -83,36 +83,51 @@ impl Code {
 }
 
 /// Quantises `values` to codes and scales. The last scale may be for fewer weights.
+///
+/// Each block is written where it stays: a list for each of them left gaps between what other parts of a model allocate.
 pub(super) fn quantize(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, Vec<f32>) {
-    let largest = match qtype {
-        QType::Nf4 => 1.0,
-        QType::Float8 => 448.0,
-        _ => 127.5,
+    let (largest, per_byte) = match qtype {
+        QType::Nf4 => (1.0, 2),
+        QType::Float8 => (448.0, 1),
+        _ => (127.5, 1),
     };
-    let blocks: Vec<(f32, Vec<u8>)> = values
-        .par_chunks(per_scale.max(1))
-        .map(|block| {
-            let absmax = block.iter().fold(0f32, |max, value| max.max(value.abs()));
-            let scale = (absmax / largest).max(MIN_SCALE);
-            let scaled = block.iter().map(|value| value / scale);
-            let codes = match qtype {
-                QType::Nf4 => {
-                    let codes: Vec<u8> = scaled.map(nearest_nf4).collect();
-                    codes
-                        .chunks(2)
-                        .map(|pair| pair[0] << 4 | pair.get(1).copied().unwrap_or(7))
-                        .collect()
+    let per_scale = per_scale.max(1).next_multiple_of(per_byte);
+    // Tasks get whole blocks.
+    let stripe = STRIPE.next_multiple_of(per_scale);
+    let mut codes = vec![0u8; values.len().div_ceil(per_byte)];
+    let mut scales = vec![0f32; values.len().div_ceil(per_scale)];
+    values
+        .par_chunks(stripe)
+        .zip(codes.par_chunks_mut(stripe / per_byte))
+        .zip(scales.par_chunks_mut(stripe / per_scale))
+        .for_each(|((values, codes), scales)| {
+            let blocks = values.chunks(per_scale).zip(codes.chunks_mut(per_scale / per_byte));
+            for ((block, codes), scale) in blocks.zip(scales) {
+                let absmax = block.iter().fold(0f32, |max, value| max.max(value.abs()));
+                *scale = (absmax / largest).max(MIN_SCALE);
+                let scale = *scale;
+                match qtype {
+                    QType::Nf4 => {
+                        for (pair, code) in block.chunks(2).zip(codes) {
+                            // A block of an odd length ends with the code of zero.
+                            let second = pair.get(1).map_or(7, |value| nearest_nf4(value / scale));
+                            *code = nearest_nf4(pair[0] / scale) << 4 | second;
+                        }
+                    }
+                    QType::Float8 => {
+                        for (value, code) in block.iter().zip(codes) {
+                            *code = to_e4m3(value / scale);
+                        }
+                    }
+                    _ => {
+                        for (value, code) in block.iter().zip(codes) {
+                            *code = ((value / scale).round_ties_even().clamp(-128.0, 127.0) + 128.0) as u8;
+                        }
+                    }
                 }
-                QType::Float8 => scaled.map(to_e4m3).collect(),
-                _ => scaled
-                    .map(|value| (value.round_ties_even().clamp(-128.0, 127.0) + 128.0) as u8)
-                    .collect(),
-            };
-            (scale, codes)
-        })
-        .collect();
-    let scales = blocks.iter().map(|(scale, _)| *scale).collect();
-    (blocks.into_iter().flat_map(|(_, codes)| codes).collect(), scales)
+            }
+        });
+    (codes, scales)
 }
 
 /// Computes `count` weights from their codes and scales.

@@ -119,9 +119,9 @@ impl Quantized {
                 Data::Gguf(QTensor::quantize_onto(&rows, kind, &device)?)
             }
             Some(code) => {
-                let values = plain.flatten_all()?.to_vec1::<f32>()?;
                 let per_scale = if qtype == QType::Nf4 { codes::NF4_BLOCK } else { inputs };
-                let (bytes, scales) = codes::quantize(qtype, &values, per_scale);
+                let (bytes, scales) =
+                    with_slice(&plain.contiguous()?, |values| codes::quantize(qtype, values, per_scale))?;
                 let (length, blocks) = (bytes.len(), scales.len());
                 Data::Codes {
                     code,
