@@ -26,7 +26,7 @@ pub(crate) const ROLE: &str = "losses";
 pub(crate) struct StepMeasurements {
     /// The loss on the images of `train.validation_config`, if it was measured after this step.
     pub(crate) validation: Option<f64>,
-    /// The share of the step's time in which it read and encoded images.
+    /// The share of the step's time in which it waited for images, read and encoded them.
     pub(crate) data_share: Option<f64>,
     /// For a language model: the exponential of the loss, and of that on held-out documents, and the tokens per second.
     pub(crate) perplexity: Option<f64>,

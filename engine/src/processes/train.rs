@@ -12,6 +12,7 @@ mod event_artifact;
 mod fingerprints;
 mod image_adapter;
 mod image_batches;
+mod images_ahead;
 mod latents;
 mod learned_snr;
 mod loss_plot;
@@ -62,6 +63,7 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::LOG_FILE;
 use checkpoint::NON_FINITE_CAUSES;
 use data::TrainingData;
+use images_ahead::ImagesAhead;
 use run::{Run, trainer};
 use sliders::slider::Slider;
 use std::collections::BTreeMap;
@@ -195,6 +197,8 @@ impl<'a> Run<'a> {
         }
         let events = tensorboard::event_log(process, &folder.path, cx);
         let metrics = StepRecorder::new(&folder.path, events);
+        // A CPU computes with all cores, and reads when it needs to. Portable mode does what GPUs do.
+        let images_ahead = ImagesAhead::new(!compute.device.is_cpu() || device::portable::is_portable());
         let mut run = Self {
             process,
             seed,
@@ -209,6 +213,7 @@ impl<'a> Run<'a> {
             objective: objective::objective(process, &*model)?,
             data,
             latents,
+            images_ahead,
             masks: LossMasks::default(),
             encoded_captions: ConditioningCache::default(),
             negative_prompts,
@@ -417,6 +422,9 @@ mod full_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod image_adapter_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod images_ahead_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod kontext_tests;

@@ -1,6 +1,6 @@
 //! The latents of training images: encoded by the codec, cached in memory and on disk.
 
-use crate::data::{Control, LatentCache, LatentKey, SpatialChange, TrainingImage, load_control, load_pixels};
+use crate::data::{Control, LatentCache, LatentKey, TrainingImage, load_control, load_pixels};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::rng::generator_from_text;
@@ -37,28 +37,48 @@ impl LatentStore {
         }
     }
 
-    /// Returns the scaled latent [c, h, w] of an item, in float32 on the CPU.
+    /// Whether the latent of an item, or of its control image, needs no pixels: it is in memory, or if `on_disk` in a file.
+    #[must_use]
+    pub fn has(&self, item: &TrainingImage, control: Option<&Control>, on_disk: bool) -> bool {
+        let (key, content) = match control {
+            Some(control) => (item.control_key(control, &self.latent_space), &control.content),
+            None => (item.latent_key(&self.latent_space), &item.content),
+        };
+        let name = self.cache.path(&item.path, item.derived.as_deref(), &key, content);
+        self.memory.contains_key(&name) || (on_disk && name.exists())
+    }
+
+    /// Returns the scaled latent [c, h, w] of an item, in float32 on the CPU. `pixels`: those of the image, [3, h, w], if they were read
+    /// already.
     ///
     /// # Errors
     /// When the image cannot be decoded, or the disk is full.
-    pub fn get(&mut self, item: &TrainingImage, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
+    pub fn get(
+        &mut self,
+        item: &TrainingImage,
+        pixels: Option<Tensor>,
+        codec: &dyn Codec,
+        in_memory: bool,
+        on_disk: bool,
+    ) -> Result<Tensor> {
         let image = Image {
             item,
             key: item.latent_key(&self.latent_space),
             content: &item.content,
-            pixels: &|| load_pixels(item),
+            pixels: &|| pixels.clone().map_or_else(|| load_pixels(item), Ok),
         };
         self.get_image(&image, codec, in_memory, on_disk)
     }
 
     /// Returns the scaled latent [c, h, w] of an item's control image, in float32 on the CPU. It is cached beside the item's latent.
+    /// `pixels`: as for [`Self::get`].
     ///
     /// # Errors
     /// As [`Self::get`].
     pub fn get_control(
         &mut self,
-        item: &TrainingImage,
-        control: &Control,
+        (item, control): (&TrainingImage, &Control),
+        pixels: Option<Tensor>,
         codec: &dyn Codec,
         in_memory: bool,
         on_disk: bool,
@@ -67,7 +87,7 @@ impl LatentStore {
             item,
             key: item.control_key(control, &self.latent_space),
             content: &control.content,
-            pixels: &|| load_control(item, control, &[]),
+            pixels: &|| pixels.clone().map_or_else(|| load_control(item, control, &[]), Ok),
         };
         self.get_image(&image, codec, in_memory, on_disk)
     }
@@ -79,20 +99,6 @@ impl LatentStore {
     /// When the codec fails.
     pub fn encode_drawn(&self, pixels: &Tensor, codec: &dyn Codec, draw: &str) -> Result<Tensor> {
         encode(pixels, codec, draw)
-    }
-
-    /// Returns the scaled latent [c, h, w] of an item's control image whose pixels move as those of the item did. It is not cached.
-    ///
-    /// # Errors
-    /// As [`Self::get`].
-    pub fn encode_moved_control(
-        &self,
-        (item, control): (&TrainingImage, &Control),
-        moves: &[SpatialChange],
-        codec: &dyn Codec,
-        draw: &str,
-    ) -> Result<Tensor> {
-        encode(&load_control(item, control, moves)?, codec, draw)
     }
 
     fn get_image(&mut self, image: &Image<'_>, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {

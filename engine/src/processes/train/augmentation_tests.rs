@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 /// A training whose steps differ only in their images: the weights stay, and so does the timestep.
-fn process(root: &Path, steps: u64) -> TrainerProcess {
+pub(super) fn process(root: &Path, steps: u64) -> TrainerProcess {
     let mut process = trainer(root, steps);
     process.datasets[0].augments = vec!["ColorJitter".into(), "RandomEqualize".into()];
     process.datasets[0].augmentations = Some(vec![
@@ -145,7 +145,7 @@ fn a_run_with_standardised_images_of_less_contrast_resumes_exactly() {
 }
 
 /// A training on random squares of images of 48 x 40 pixels.
-fn random_squares(root: &Path, steps: u64) -> TrainerProcess {
+pub(super) fn random_squares(root: &Path, steps: u64) -> TrainerProcess {
     let mut process = trainer(root, steps);
     for i in 0..5u32 {
         let image = image::RgbImage::from_fn(48, 40, |x, y| {

@@ -1,6 +1,7 @@
 //! The data sets of a run, and the batch of each step.
 
 use super::super::context::Context;
+use super::images_ahead::{BatchNumber, LoadedImage};
 use super::options::{self, caches_captions};
 use crate::data::{
     Batch, Control, Dataset, PreparedImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption,
@@ -22,7 +23,7 @@ pub(super) struct TrainingData {
     pub(super) batches: Vec<Batch>,
     /// Batches of the regularisation sets.
     pub(super) regularisation: Vec<Batch>,
-    seed: u64,
+    pub(super) seed: u64,
     /// A cached count: a number of steps, and how many of them use regularisation images.
     counted_steps: (u64, u64),
 }
@@ -229,22 +230,30 @@ impl TrainingData {
         batch.items.iter().map(|i| &items[*i])
     }
 
+    /// Whether the images of a batch differ each time, or are changed together: they have no latents of their own.
+    pub(super) fn draws_images(&self, batch: &Batch, pixels: &PixelOptions) -> bool {
+        let options = &self.datasets[batch.dataset].options;
+        let is_cached = options.cache_latents || options.cache_latents_to_disk;
+        options.draws_images() || !(is_cached || pixels.is_neutral(options.regularisation))
+    }
+
     /// The latents of a batch. Images that differ each time are drawn by generators of (seed, place in the batch, step, micro-batch).
-    /// `pixels`: how images are changed whose latents are not cached.
+    /// `pixels`: how images are changed whose latents are not cached. `loaded`: what was read ahead of it.
     pub(super) fn latents(
         &self,
-        batch: &Batch,
-        (step, micro): (u64, u64),
+        (batch, loaded): (&Batch, &mut [LoadedImage]),
+        number: BatchNumber,
         pixels: &PixelOptions,
         latents: &mut LatentStore,
         codec: &dyn Codec,
     ) -> Result<BatchLatents> {
         let options = &self.datasets[batch.dataset].options;
-        let is_cached = options.cache_latents || options.cache_latents_to_disk;
         let mut out = Vec::with_capacity(batch.items.len());
-        if !options.draws_images() && (is_cached || pixels.is_neutral(options.regularisation)) {
-            for item in self.items_of(batch) {
-                out.push(latents.get(item, codec, options.cache_latents, options.cache_latents_to_disk)?);
+        if !self.draws_images(batch, pixels) {
+            let (in_memory, on_disk) = (options.cache_latents, options.cache_latents_to_disk);
+            for (place, item) in self.items_of(batch).enumerate() {
+                let pixels = loaded.get_mut(place).and_then(|loaded| loaded.pixels.take());
+                out.push(latents.get(item, pixels, codec, in_memory, on_disk)?);
             }
             return Ok(BatchLatents {
                 latents: Tensor::stack(&out, 0)?,
@@ -254,15 +263,17 @@ impl TrainingData {
         }
         let (mut images, mut crops, mut moves) = (Vec::new(), Vec::new(), Vec::new());
         for (place, item) in self.items_of(batch).enumerate() {
-            let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
-            let drawn = PreparedImage::load(item, options, &mut generator)?;
+            let drawn = match loaded.get_mut(place).and_then(|loaded| loaded.drawn.take()) {
+                Some(drawn) => drawn,
+                None => PreparedImage::load(item, options, &mut self.image_generator(place, number))?,
+            };
             images.push(drawn.pixels);
             crops.push(drawn.crop);
             moves.push(drawn.moves);
         }
         let images = pixels.apply(images, options.regularisation)?;
         for (place, image) in images.iter().enumerate() {
-            let name = self.name_of_draw("image", place, (step, micro));
+            let name = self.name_of_draw("image", place, number);
             out.push(latents.encode_drawn(image, codec, &name)?);
         }
         Ok(BatchLatents {
@@ -276,8 +287,8 @@ impl TrainingData {
     /// [`Self::latents`]. `None`: its data set has no `augmentations`.
     pub(super) fn unaugmented_latents(
         &self,
-        batch: &Batch,
-        (step, micro): (u64, u64),
+        (batch, loaded): (&Batch, &mut [LoadedImage]),
+        number: BatchNumber,
         latents: &LatentStore,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
@@ -287,16 +298,18 @@ impl TrainingData {
         }
         let mut out = Vec::with_capacity(batch.items.len());
         for (place, item) in self.items_of(batch).enumerate() {
-            let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
-            let pixels = PreparedImage::load_unaugmented(item, options, &mut generator)?;
-            let name = self.name_of_draw("unaugmented", place, (step, micro));
+            let pixels = match loaded.get_mut(place).and_then(|loaded| loaded.unaugmented.take()) {
+                Some(pixels) => pixels,
+                None => PreparedImage::load_unaugmented(item, options, &mut self.image_generator(place, number))?,
+            };
+            let name = self.name_of_draw("unaugmented", place, number);
             out.push(latents.encode_drawn(&pixels, codec, &name)?);
         }
         Ok(Some(Tensor::stack(&out, 0)?))
     }
 
     /// What seeds the codec's posterior of an image that was drawn for a place in a batch.
-    fn name_of_draw(&self, what: &str, place: usize, (step, micro): (u64, u64)) -> String {
+    fn name_of_draw(&self, what: &str, place: usize, (step, micro): BatchNumber) -> String {
         format!("{}/{what}/{place}/{step}/{micro}", self.seed)
     }
 
@@ -305,7 +318,8 @@ impl TrainingData {
     pub(super) fn control_latents(
         &self,
         (batch, moves): (&Batch, &[Vec<SpatialChange>]),
-        number: (u64, u64),
+        loaded: &mut [LoadedImage],
+        number: BatchNumber,
         latents: &mut LatentStore,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
@@ -316,13 +330,18 @@ impl TrainingData {
                 return Ok(None);
             };
             let control = &*control;
+            let pixels = loaded.get_mut(place).and_then(|loaded| loaded.control.take());
             if let Some(moves) = moves.get(place).filter(|moves| !moves.is_empty()) {
                 let name = self.name_of_draw("control", place, number);
-                out.push(latents.encode_moved_control((item, control), moves, codec, &name)?);
+                let pixels = match pixels {
+                    Some(pixels) => pixels,
+                    None => load_control(item, control, moves)?,
+                };
+                out.push(latents.encode_drawn(&pixels, codec, &name)?);
                 continue;
             }
             let (in_memory, on_disk) = (options.cache_latents, options.cache_latents_to_disk);
-            out.push(latents.get_control(item, control, codec, in_memory, on_disk)?);
+            out.push(latents.get_control((item, control), pixels, codec, in_memory, on_disk)?);
         }
         Ok(Some(Tensor::stack(&out, 0)?))
     }
@@ -332,7 +351,8 @@ impl TrainingData {
     pub(super) fn control_pixels(
         &self,
         (batch, moves): (&Batch, &[Vec<SpatialChange>]),
-        number: (u64, u64),
+        loaded: &mut [LoadedImage],
+        number: BatchNumber,
     ) -> Result<Option<Tensor>> {
         let mut out = Vec::with_capacity(batch.items.len());
         for (place, item) in self.items_of(batch).enumerate() {
@@ -341,18 +361,21 @@ impl TrainingData {
             };
             let moves = moves.get(place).map_or(&[][..], Vec::as_slice);
             // From -1 to 1.
-            let pixels = load_control(item, &control, moves)?;
+            let pixels = match loaded.get_mut(place).and_then(|loaded| loaded.control.take()) {
+                Some(pixels) => pixels,
+                None => load_control(item, &control, moves)?,
+            };
             out.push(((pixels + 1.0)? * 0.5)?);
         }
         Ok(Some(Tensor::stack(&out, 0)?))
     }
 
     /// The control image of an item: its own, or one that is drawn for its place in the batch.
-    fn control_of<'i>(
+    pub(super) fn control_of<'i>(
         &self,
         (batch, place): (&Batch, usize),
         item: &'i TrainingImage,
-        (step, micro): (u64, u64),
+        (step, micro): BatchNumber,
     ) -> Option<Cow<'i, Control>> {
         let dataset = &self.datasets[batch.dataset];
         match dataset.options.augmented_controls {

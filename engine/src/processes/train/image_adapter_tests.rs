@@ -28,7 +28,7 @@ fn control_images(folder: &Path) {
     }
 }
 
-fn adapter(root: &Path, kind: AdapterType, steps: u64) -> TrainerProcess {
+pub(super) fn adapter(root: &Path, kind: AdapterType, steps: u64) -> TrainerProcess {
     let mut process = trainer(root, steps);
     let controls = root.join("controls");
     control_images(&controls);

@@ -38,7 +38,7 @@ fn control_images(folder: &Path) {
     }
 }
 
-fn kontext(root: &Path, steps: u64) -> TrainerProcess {
+pub(super) fn kontext(root: &Path, steps: u64) -> TrainerProcess {
     let mut process = flow_trainer(root, ArchName::FluxKontext, &fixtures().join("tiny_flux"), steps);
     let controls = root.join("controls");
     control_images(&controls);

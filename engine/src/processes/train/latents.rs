@@ -55,10 +55,10 @@ pub(super) fn encode(
             if cx.stop.is_set() {
                 return Ok(None);
             }
-            latents.get(item, codec, in_memory, on_disk)?;
+            latents.get(item, None, codec, in_memory, on_disk)?;
             // An adapter sees the pixels.
             if let Some(control) = item.control.as_ref().filter(|_| process.adapter.is_none()) {
-                latents.get_control(item, control, codec, in_memory, on_disk)?;
+                latents.get_control((item, control), None, codec, in_memory, on_disk)?;
             }
             done += 1;
             progress.step(cx, done, total);

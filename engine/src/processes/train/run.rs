@@ -4,6 +4,7 @@ use super::super::events::StopSignal;
 use super::super::run_folder::RunFolder;
 use super::super::step_recorder::StepRecorder;
 use super::data::TrainingData;
+use super::images_ahead::ImagesAhead;
 use super::lr_factors::check_lr_factors;
 use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
@@ -41,6 +42,7 @@ pub(super) struct Run<'a> {
     pub(super) pixel_options: PixelOptions,
     pub(super) data: TrainingData,
     pub(super) latents: LatentStore,
+    pub(super) images_ahead: ImagesAhead,
     pub(super) masks: LossMasks,
     pub(super) encoded_captions: ConditioningCache,
     /// The negative prompts of `do_cfg`, from which those of each item are drawn. Empty: the empty prompt.
@@ -71,7 +73,7 @@ pub(super) struct Run<'a> {
     pub(super) validation_is_pending: bool,
     /// The network was merged into the model, in this or in an earlier attempt.
     pub(super) has_merged: bool,
-    /// How long this step has read and encoded images.
+    /// How long this step has waited for images, read and encoded them.
     pub(super) data_time: Duration,
     pub(super) metrics: StepRecorder,
     /// Tells the run to stop.

@@ -2,13 +2,14 @@
 
 use super::data::{BatchLatents, StepBatch};
 use super::embedding::{add_word_to, caption_with_class};
+use super::images_ahead::{BatchNumber, Needs};
 use super::options;
 use super::preservation::{self, Preservation};
 use super::prompts::{self, splits_captions};
 use super::run::Run;
 use super::sliders::{self, MicroBatchNumber};
 use crate::adapters::{AdapterHandle, AdapterPass};
-use crate::data::{SpatialChange, TrainingImage};
+use crate::data::{Control, SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model, Prompt};
 use crate::training::{
@@ -195,24 +196,31 @@ impl Run<'_> {
         let device = self.compute.device.clone();
         let start = Instant::now();
         let (batch, codec) = (&step_batch.batch, self.model.codec());
-        let BatchLatents { latents, crops, moves } =
-            self.data
-                .latents(batch, (step, micro), &self.pixel_options, &mut self.latents, codec)?;
+        let number = (step, micro);
+        let mut loaded = self.images_ahead.take(number)?.unwrap_or_default();
+        let BatchLatents { latents, crops, moves } = self.data.latents(
+            (batch, &mut loaded),
+            number,
+            &self.pixel_options,
+            &mut self.latents,
+            codec,
+        )?;
         let latents = [self.latent_options.standardized(latents)?];
         let unaugmented = match options::uses_unaugmented(process) {
             true => self
                 .data
-                .unaugmented_latents(batch, (step, micro), &self.latents, codec)?
+                .unaugmented_latents((batch, &mut loaded), number, &self.latents, codec)?
                 .map(|unaugmented| [unaugmented]),
             false => None,
         };
         let control = match process.adapter {
-            Some(_) => self.data.control_pixels((batch, &moves), (step, micro))?,
+            Some(_) => self.data.control_pixels((batch, &moves), &mut loaded, number)?,
             None => self
                 .data
-                .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?,
+                .control_latents((batch, &moves), &mut loaded, number, &mut self.latents, codec)?,
         };
         self.data_time += start.elapsed();
+        self.read_images_after(number);
         let control = match control {
             // The negative images of a slider are trained on as the positive ones are.
             Some(negative) if process.kind.uses_image_pairs() => {
@@ -277,6 +285,31 @@ impl Run<'_> {
             noise_draw,
             image_tokens,
         })
+    }
+
+    /// Begins to read the images of the micro-batch after this one.
+    fn read_images_after(&mut self, (step, micro): BatchNumber) {
+        let train = &self.process.train;
+        let next = match micro + 1 < train.gradient_accumulation.max(1) {
+            true => (step, micro + 1),
+            false => (step + 1, 0),
+        };
+        if !self.images_ahead.is_enabled() || next.0 >= train.steps {
+            return;
+        }
+        let batch = self.data.batch_of_step(next.0, next.1, self.process).batch;
+        let needs = Needs {
+            drawn: self.data.draws_images(&batch, &self.pixel_options),
+            unaugmented: options::uses_unaugmented(self.process),
+        };
+        let on_disk = self.data.datasets[batch.dataset].options.cache_latents_to_disk;
+        let has_adapter = self.process.adapter.is_some();
+        let is_known = |item: &TrainingImage, control: Option<&Control>| {
+            // An adapter sees the pixels of control images, which have no latents.
+            !(has_adapter && control.is_some()) && self.latents.has(item, control, on_disk)
+        };
+        let requests = self.data.image_requests(&batch, next, needs, is_known);
+        self.images_ahead.start(next, requests);
     }
 
     /// The sizes of the images of a micro-batch.

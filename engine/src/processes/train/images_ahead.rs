@@ -1,0 +1,175 @@
+//! Reads the images of the next micro-batch while a GPU computes this one, so that a step does not wait for disks and decoders.
+//!
+//! A CPU computes with all of its cores: there images are read when they are needed, and take no memory before.
+
+use super::data::TrainingData;
+use crate::data::{Batch, Control, DatasetOptions, PreparedImage, TrainingImage, load_control, load_pixels};
+use crate::error::Result;
+use crate::rng::{TorchGenerator, generator_for};
+use candle_core::Tensor;
+use rayon::prelude::*;
+use std::thread::{self, JoinHandle};
+
+/// The step and the micro-batch, both from 0.
+pub(super) type BatchNumber = (u64, u64);
+
+/// What is read for a batch, besides the images of which the latents are not known.
+#[derive(Clone, Copy)]
+pub(super) struct Needs {
+    /// The images differ each time, or are changed together with those of their batch.
+    pub(super) drawn: bool,
+    /// The images before their augmentations.
+    pub(super) unaugmented: bool,
+}
+
+/// How an image is read that differs each time.
+struct Drawing {
+    options: DatasetOptions,
+    generator: TorchGenerator,
+    unaugmented: bool,
+}
+
+/// What is read for one image of a batch.
+pub(super) struct ImageRequest {
+    item: TrainingImage,
+    /// `None`: the image is the same each time.
+    drawing: Option<Drawing>,
+    /// Whether its own pixels are needed.
+    image: bool,
+    /// Its control image, if the pixels of that are needed.
+    control: Option<Control>,
+}
+
+/// What was read for one image of a batch, on the CPU.
+#[derive(Default)]
+pub(super) struct LoadedImage {
+    /// An image that differs each time.
+    pub(super) drawn: Option<PreparedImage>,
+    /// The pixels of an image that is the same each time, [3, h, w].
+    pub(super) pixels: Option<Tensor>,
+    /// The pixels of the image before its augmentations, [3, h, w].
+    pub(super) unaugmented: Option<Tensor>,
+    /// The pixels of its control image, which moved as the image did, [3, h, w].
+    pub(super) control: Option<Tensor>,
+}
+
+impl ImageRequest {
+    fn load(self) -> Result<LoadedImage> {
+        let mut loaded = LoadedImage::default();
+        if let Some(Drawing {
+            options,
+            generator,
+            unaugmented,
+        }) = self.drawing
+        {
+            loaded.drawn = Some(PreparedImage::load(&self.item, &options, &mut generator.clone())?);
+            if unaugmented {
+                let pixels = PreparedImage::load_unaugmented(&self.item, &options, &mut generator.clone())?;
+                loaded.unaugmented = Some(pixels);
+            }
+        } else if self.image {
+            loaded.pixels = Some(load_pixels(&self.item)?);
+        }
+        if let Some(control) = &self.control {
+            let moves = loaded.drawn.as_ref().map_or(&[][..], |drawn| &drawn.moves);
+            loaded.control = Some(load_control(&self.item, control, moves)?);
+        }
+        Ok(loaded)
+    }
+}
+
+struct Pending {
+    number: BatchNumber,
+    thread: JoinHandle<Result<Vec<LoadedImage>>>,
+}
+
+/// The images of the next micro-batch, which a thread reads.
+pub(super) struct ImagesAhead {
+    is_enabled: bool,
+    pending: Option<Pending>,
+}
+
+impl ImagesAhead {
+    pub(super) fn new(is_enabled: bool) -> Self {
+        Self {
+            is_enabled,
+            pending: None,
+        }
+    }
+
+    pub(super) fn is_enabled(&self) -> bool {
+        self.is_enabled
+    }
+
+    /// Whether the images of a micro-batch are being read, or were.
+    pub(super) fn is_started(&self, number: BatchNumber) -> bool {
+        self.pending.as_ref().is_some_and(|pending| pending.number == number)
+    }
+
+    /// Begins to read the images of a micro-batch. If there is no thread to be had, they are read when they are needed.
+    pub(super) fn start(&mut self, number: BatchNumber, requests: Vec<ImageRequest>) {
+        if !self.is_enabled || self.is_started(number) || requests.iter().all(ImageRequest::is_empty) {
+            return;
+        }
+        let read = move || requests.into_par_iter().map(ImageRequest::load).collect();
+        let thread = thread::Builder::new().name("read images".into()).spawn(read);
+        self.pending = thread.ok().map(|thread| Pending { number, thread });
+    }
+
+    /// What was read for a micro-batch, in the order of its images. `None`: nothing was.
+    ///
+    /// # Errors
+    /// When one of its images could not be read.
+    pub(super) fn take(&mut self, number: BatchNumber) -> Result<Option<Vec<LoadedImage>>> {
+        let Some(pending) = self.pending.take_if(|pending| pending.number == number) else {
+            return Ok(None);
+        };
+        match pending.thread.join() {
+            Ok(loaded) => loaded.map(Some),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}
+
+impl ImageRequest {
+    fn is_empty(&self) -> bool {
+        self.drawing.is_none() && !self.image && self.control.is_none()
+    }
+}
+
+impl TrainingData {
+    /// The generator by which the image at a place of a batch is drawn.
+    pub(super) fn image_generator(&self, place: usize, (step, micro): BatchNumber) -> TorchGenerator {
+        generator_for(self.seed, &format!("image/{place}"), step, micro)
+    }
+
+    /// What to read for a batch. `is_known`: whether the latents of an item, and those of its control image, are known without its pixels.
+    pub(super) fn image_requests(
+        &self,
+        batch: &Batch,
+        number: BatchNumber,
+        needs: Needs,
+        is_known: impl Fn(&TrainingImage, Option<&Control>) -> bool,
+    ) -> Vec<ImageRequest> {
+        let options = &self.datasets[batch.dataset].options;
+        let items = self.items_of(batch).enumerate();
+        items
+            .map(|(place, item)| {
+                let control = self.control_of((batch, place), item, number);
+                let drawing = needs.drawn.then(|| Drawing {
+                    options: options.clone(),
+                    generator: self.image_generator(place, number),
+                    unaugmented: needs.unaugmented && !options.augmentations.list.is_empty(),
+                });
+                ImageRequest {
+                    image: !needs.drawn && !is_known(item, None),
+                    control: control
+                        .filter(|control| needs.drawn || !is_known(item, Some(control)))
+                        .map(std::borrow::Cow::into_owned),
+                    drawing,
+                    item: item.clone(),
+                }
+            })
+            .collect()
+    }
+}

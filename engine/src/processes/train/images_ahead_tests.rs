@@ -1,0 +1,135 @@
+//! Images that are read ahead are those that are read when they are needed.
+
+use super::augmentation_tests::{process as augmented, random_squares};
+use super::image_adapter_tests::adapter;
+use super::images_ahead::ImagesAhead;
+use super::kontext_tests::kontext;
+use super::tests::{spec, trainer};
+use crate::device::portable::portable;
+use crate::processes::{OutputRequests, StopSignal};
+use aitk_common::attempt::ChildEvent;
+use aitk_common::job::adapter::AdapterType;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::train::LossTarget;
+use candle_core::Tensor;
+use std::path::Path;
+
+fn with_run<T>(process: &TrainerProcess, f: impl FnOnce(&mut super::Run<'_>) -> T) -> T {
+    let spec = spec(process.clone());
+    let job = serde_json::from_value(spec.job.clone()).unwrap();
+    let mut events: Vec<ChildEvent> = Vec::new();
+    let mut cx = super::Context {
+        spec: &spec,
+        job: &job,
+        events: &mut events,
+        stop: &StopSignal::new(),
+        requests: &OutputRequests::new(),
+        log_file: Default::default(),
+    };
+    f(&mut super::Run::prepare(process, &mut cx).unwrap().unwrap())
+}
+
+/// What a batch is made of, as numbers and texts.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    numbers: Vec<Vec<f32>>,
+    changes: String,
+}
+
+/// The batches of all steps of a process, and how many of them were read ahead.
+fn batches(process: &TrainerProcess, reads_ahead: bool) -> (Vec<Seen>, usize) {
+    let flat = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    with_run(process, |run| {
+        run.images_ahead = ImagesAhead::new(reads_ahead);
+        let (mut seen, mut read_ahead) = (Vec::new(), 0);
+        for step in 0..process.train.steps {
+            for micro in 0..process.train.gradient_accumulation {
+                read_ahead += usize::from(run.images_ahead.is_started((step, micro)));
+                let inputs = run.draw_batch(step, micro).unwrap().inputs;
+                let tensors = inputs.latents.iter().chain(&inputs.unaugmented).chain(&inputs.control);
+                seen.push(Seen {
+                    numbers: tensors.map(flat).collect(),
+                    changes: format!("{:?} {:?}", inputs.crops, inputs.moves),
+                });
+            }
+        }
+        assert!(!run.images_ahead.is_started((process.train.steps, 0)));
+        (seen, read_ahead)
+    })
+}
+
+/// Compares the batches of a process with and without reading ahead. `expected`: how many are read ahead.
+fn check(name: &str, expected: usize, make: impl Fn(&Path) -> TrainerProcess) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut process = make(folder.path());
+    process.train.steps = 4;
+    process.train.gradient_accumulation = 2;
+    process.datasets[0].cache_latents = false;
+    process.datasets[0].cache_latents_to_disk = false;
+    let (needed, none) = batches(&process, false);
+    let (ahead, count) = batches(&process, true);
+    assert_eq!((none, count), (0, expected), "{name}");
+    assert!(needed == ahead, "{name}");
+}
+
+#[test]
+fn they_are_equal() {
+    let target = |target: LossTarget| {
+        move |root: &Path| {
+            let mut process = augmented(root, 4);
+            process.train.loss_target = target;
+            process
+        }
+    };
+    // All but the first of eight micro-batches.
+    check("augmentations", 7, target(LossTarget::Noise));
+    check("images before their augmentations", 7, target(LossTarget::Unaugmented));
+    check("random squares", 7, |root| random_squares(root, 4));
+    check("control images of an adapter", 7, |root| {
+        adapter(root, AdapterType::T2i, 4)
+    });
+    check("control images drawn for each step", 7, |root| {
+        let mut process = kontext(root, 4);
+        process.datasets[0].control_path.0.clear();
+        process.datasets[0].control_from_same_folder = true;
+        process
+    });
+}
+
+/// After an epoch the latents of a small data set are in memory.
+#[test]
+fn known_latents_need_no_images() {
+    check("images that stay the same", 2, |root| trainer(root, 4));
+}
+
+#[test]
+fn an_image_that_cannot_be_read_fails_the_step_that_needs_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut process = random_squares(folder.path(), 4);
+    process.datasets[0].batch_size = Some(1);
+    let message = |reads_ahead: bool| {
+        with_run(&process, |run| {
+            run.images_ahead = ImagesAhead::new(reads_ahead);
+            let next = run.data.batch_of_step(1, 0, &process).batch;
+            let path = run.data.items_of(&next).next().unwrap().path.clone();
+            let aside = path.with_extension("aside");
+            std::fs::rename(&path, &aside).unwrap();
+            run.draw_batch(0, 0).unwrap();
+            let error = run.draw_batch(1, 0).err().unwrap().to_string();
+            std::fs::rename(&aside, &path).unwrap();
+            error
+        })
+    };
+    let error = message(false);
+    assert!(error.contains(".png"), "{error}");
+    assert_eq!(message(true), error);
+}
+
+/// A CPU reads when it needs to; portable mode does what GPUs do.
+#[test]
+fn gpus_read_ahead() {
+    let folder = tempfile::tempdir().unwrap();
+    let process = random_squares(folder.path(), 1);
+    let reads_ahead = || with_run(&process, |run| run.images_ahead.is_enabled());
+    assert!(!reads_ahead() && portable(reads_ahead));
+}
