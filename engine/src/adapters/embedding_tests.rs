@@ -1,6 +1,6 @@
 //! LoRAs of embedding layers by themselves: gradients, files and their strength. `processes/lm_train/embedding_tests.rs` compares with peft.
 
-use super::lycoris_tests::{layers, named};
+use super::test_helpers::{layers, named};
 use super::*;
 use crate::autograd;
 use crate::families::AdapterNames;

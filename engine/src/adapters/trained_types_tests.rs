@@ -1,7 +1,7 @@
 //! Types of adapters that are trained: comparison with peft, LyCORIS and torch, by `tests/reference/make_adapter_types.py`.
 
 use super::file_layer::FileLayer;
-use super::lycoris_tests::{layers, tensors};
+use super::test_helpers::{layers, tensors};
 use super::trained_layer::NewLayer;
 use super::types_tests::{Layer, Tensors, cases, check};
 use super::*;
