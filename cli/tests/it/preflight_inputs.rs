@@ -1,6 +1,6 @@
-//! The checks of files that a job names besides its model and its data sets: words of textual inversions, inputs of extensions.
+//! The checks of files that a job names besides its model and its data sets: LoRAs, words of textual inversions, inputs of extensions.
 
-use crate::preflight::{TINY, images};
+use crate::preflight::{TINY, images, training};
 use crate::support::{Home, code, err, out};
 use std::path::Path;
 
@@ -176,4 +176,131 @@ fn files_that_cannot_be_read_are_reported_before_the_run() {
         code(&output) == 1 && all.contains("the mask has 40 x 10 pixels"),
         "{all}"
     );
+}
+
+#[test]
+fn a_resumed_run_does_not_need_its_initial_lora() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    training(&home, "job", TINY, 10, "");
+    let path = home.path().join("job.yaml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let with_lora = "linear_alpha: 4, pretrained_lora_path: gone.safetensors";
+    std::fs::write(path, text.replace("linear_alpha: 4", with_lora)).unwrap();
+    let validate = || {
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        let said = out(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+        (code(&output), said)
+    };
+    let is_needed = |what: &str| {
+        let (exit, said) = validate();
+        assert_eq!(exit, 1, "{what}: {said}");
+        assert!(said.contains("problem: job.yaml:"), "{what}: {said}");
+        assert!(
+            said.contains("gone.safetensors: no such file or folder"),
+            "{what}: {said}"
+        );
+    };
+    is_needed("nothing has begun");
+    home.write("out/job/other_000000002.safetensors", "");
+    home.write("out/job/.aitk/checkpoints/step_000000002/weights.safetensors", "");
+    is_needed("another job's save, and half a checkpoint");
+    for begun in [
+        "out/job/job_000000002.safetensors",
+        "out/job/job.safetensors",
+        "out/job/.aitk/checkpoints/step_000000002/manifest.json",
+    ] {
+        let file = home.write(begun, "");
+        let (exit, said) = validate();
+        assert_eq!(exit, 0, "{begun}: {said}");
+        assert!(
+            said.contains("`aitk run` does not need it, because it resumes from"),
+            "{begun}: {said}"
+        );
+        std::fs::remove_file(file).unwrap();
+    }
+    is_needed("all is gone");
+}
+
+#[test]
+fn a_lora_that_does_not_fit_the_model_is_refused_before_anything_runs() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    let fixtures = Path::new(TINY).parent().unwrap();
+    let validate = |key: &str, lora: &str| {
+        training(&home, "job", TINY, 10, "");
+        let path = home.path().join("job.yaml");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lora = fixtures.join(lora);
+        let text = match key {
+            "pretrained_lora_path" => text.replace(
+                "linear_alpha: 4",
+                &format!("linear_alpha: 4, {key}: {}", lora.display()),
+            ),
+            _ => text.replace("model: {", &format!("model: {{{key}: {}, ", lora.display())),
+        };
+        std::fs::write(path, text).unwrap();
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        (
+            code(&output),
+            out(&output).split_whitespace().collect::<Vec<_>>().join(" "),
+        )
+    };
+    for key in ["pretrained_lora_path", "lora_path"] {
+        for (lora, expected) in [
+            (
+                "lora_sdxl/ai_toolkit.safetensors",
+                "it was made for Stable Diffusion XL",
+            ),
+            (
+                "lora_flux/comfyui.safetensors",
+                "it was made for FLUX.1 or a model like it",
+            ),
+        ] {
+            let (exit, said) = validate(key, lora);
+            assert_eq!(exit, 1, "{key}, {lora}: {said}");
+            assert!(said.contains(expected), "{key}, {lora}: {said}");
+            assert!(said.contains(&format!(".{key}")), "{key}, {lora}: {said}");
+        }
+        let (exit, said) = validate(key, "lora/ai_toolkit.safetensors");
+        assert_eq!(exit, 0, "{key}: {said}");
+    }
+    // These change the denoiser alone.
+    let of_text = home.path().join("text.safetensors");
+    write_text_layers(&fixtures.join("lora/ai_toolkit.safetensors"), &of_text);
+    let of_text = of_text.to_str().unwrap();
+    for key in [
+        "assistant_lora_path",
+        "inference_lora_path",
+        "quantize: true, accuracy_recovery_adapter",
+    ] {
+        let (exit, said) = validate(key, of_text);
+        assert_eq!(exit, 1, "{key}: {said}");
+        assert!(said.contains("layers are of text encoders"), "{key}: {said}");
+        let (exit, said) = validate(key, "lora/ai_toolkit.safetensors");
+        assert_eq!(exit, 0, "{key}: {said}");
+    }
+    let (exit, said) = validate("lora_path", of_text);
+    assert_eq!(exit, 0, "{said}");
+}
+
+/// Writes a LoRA file that has the layers of text encoders of another one.
+fn write_text_layers(source: &Path, target: &Path) {
+    let bytes = std::fs::read(source).unwrap();
+    let (length, rest) = bytes.split_at(8);
+    let length = u64::from_le_bytes(length.try_into().unwrap()) as usize;
+    let (header, numbers) = rest.split_at(length);
+    let header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
+    let (mut kept, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, mut entry) in header.into_iter().filter(|(name, _)| name.starts_with("lora_te")) {
+        let [from, to] = [0_usize, 1].map(|end| entry["data_offsets"][end].as_u64().unwrap() as usize);
+        let start = data.len();
+        data.extend_from_slice(&numbers[from..to]);
+        entry["data_offsets"] = serde_json::json!([start, data.len()]);
+        kept.insert(name, entry);
+    }
+    let mut header = serde_json::to_vec(&kept).unwrap();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let length = (header.len() as u64).to_le_bytes();
+    std::fs::write(target, [&length[..], &header, &data].concat()).unwrap();
 }

@@ -59,18 +59,6 @@ choices! {
 }
 
 impl AdapterType {
-    /// What the names of saves get at their end beside a network, as in ai-toolkit.
-    #[must_use]
-    pub fn suffix(self) -> &'static str {
-        match self {
-            Self::T2i => "t2i",
-            Self::ControlNet => "cn",
-            Self::Clip => "clip",
-            Self::Ip | Self::IpPlus | Self::Ipz | Self::IpClipFace => "ip",
-            _ => "adapter",
-        }
-    }
-
     /// Whether a save is a folder, as diffusers writes it, instead of a file.
     #[must_use]
     pub fn saves_folders(self) -> bool {

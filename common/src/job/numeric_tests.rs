@@ -17,6 +17,8 @@ const TRAINER: &[(&str, &str, Keys)] = &[
         "        ",
         &[
             ("lr", &["0"]),
+            ("embedding_lr", &["0"]),
+            ("adapter_lr", &["0"]),
             ("batch_size", &[]),
             ("gradient_accumulation", &[]),
             ("gradient_accumulation_steps", &["-1"]),

@@ -389,7 +389,6 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
             cx.check_in_range(key, rate, 0.0..=MAX_FACTOR);
         }
     }
-    cx.check_in_range("embedding_lr", train.embedding_lr.unwrap_or_default(), 0.0..=MAX_FACTOR);
     lr_factor::check(&train.lr_factors, train.optimizer, train.train_text_encoder, cx);
     let chooses_rates = train.optimizer_params.get("relative_step") == Some(&true.into());
     if chooses_rates && !train.lr_factors.is_empty() {

@@ -249,8 +249,14 @@ fn image_count(body: &Value) -> f64 {
 }
 
 #[cfg(test)]
+mod measured_tests;
+#[cfg(test)]
 mod option_tests;
 #[cfg(test)]
 mod published_tests;
 #[cfg(test)]
+mod test_helpers;
+#[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod work_tests;

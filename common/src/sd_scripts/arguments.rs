@@ -107,7 +107,11 @@ fn scalar(text: &str) -> Option<Value> {
     }
     ['\'', '"']
         .into_iter()
-        .find_map(|quote| text.strip_prefix(quote)?.strip_suffix(quote))
+        .find_map(|quote| {
+            let inner = text.strip_prefix(quote)?.strip_suffix(quote)?;
+            // Otherwise the texts of a list without brackets would be one text.
+            (!inner.contains(quote)).then_some(inner)
+        })
         .map(Value::from)
 }
 
@@ -128,6 +132,7 @@ mod tests {
             ("[1,]", json!([1])),
             ("0.9, None", json!([0.9, null])),
             ("()", json!([])),
+            ("'a', 'b'", json!(["a", "b"])),
         ] {
             assert_eq!(literal(text), Some(expected), "{text}");
         }

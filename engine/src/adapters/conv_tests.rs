@@ -1,6 +1,6 @@
 //! LoRAs and DoRAs of one- and three-dimensional convolutions: comparison with peft, by `tests/reference/make_conv_adapters.py`.
 
-use super::lycoris_tests::layers;
+use super::test_helpers::layers;
 use super::types_tests::{Layer, check};
 use super::*;
 use crate::autograd;

@@ -1,8 +1,9 @@
 //! LoRAs of embedding layers by themselves: gradients, files and their strength. `processes/lm_train/embedding_tests.rs` compares with peft.
 
-use super::lycoris_tests::{layers, named};
+use super::test_helpers::{layers, named};
 use super::*;
 use crate::autograd;
+use crate::device::precision::MatmulPrecision;
 use crate::families::AdapterNames;
 use crate::nn::{Embedding, LayerAdapter};
 use crate::rng::TorchGenerator;
@@ -111,6 +112,22 @@ fn output_and_gradients_are_those_of_the_changed_table() {
 }
 
 in_portable_mode!(output_and_gradients_are_those_of_the_changed_table);
+
+/// On a CPU without products of bfloat16 numbers both are in float32.
+#[test]
+fn products_are_in_float32_beside_layers_in_bfloat16() {
+    let (weight, handle) = (table(), AdapterHandle::new(1.0));
+    let adapter = new_adapter(&weight, 3.0, &handle);
+    set(&*adapter, &*file(RANK));
+    let layer = Embedding {
+        weight,
+        adapters: vec![adapter as Arc<dyn LayerAdapter>],
+    };
+    let ids = Tensor::new(&[1u32, 4, 6], &Device::Cpu).unwrap();
+    let [wide, narrow] =
+        [MatmulPrecision::F32, MatmulPrecision::Bf16].map(|precision| precision.run(|| layer.forward(&ids)).unwrap());
+    assert_eq!(gap(&wide, &narrow), 0.0);
+}
 
 /// The scale of the file goes into `up`, so that the change is that of the file.
 #[test]

@@ -87,7 +87,13 @@ mod ranks_tests;
 mod sd35_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod test_helpers;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod trained_network_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod trained_types_tests;

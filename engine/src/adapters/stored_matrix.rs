@@ -11,7 +11,7 @@ pub(super) enum StoredMatrix {
     Full(Tensor),
     /// [rows, rank] and [rank, columns].
     LowRank(Tensor, Tensor),
-    /// a Tucker decomposition of a convolution: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
+    /// A Tucker decomposition of a convolution: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
     Tucker(Tensor, Tensor, Tensor),
 }
 

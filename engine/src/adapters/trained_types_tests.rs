@@ -1,7 +1,7 @@
 //! Types of adapters that are trained: comparison with peft, LyCORIS and torch, by `tests/reference/make_adapter_types.py`.
 
 use super::file_layer::FileLayer;
-use super::lycoris_tests::{layers, tensors};
+use super::test_helpers::{layers, tensors};
 use super::trained_layer::NewLayer;
 use super::types_tests::{Layer, Tensors, cases, check};
 use super::*;
@@ -433,7 +433,7 @@ fn dropped_outputs_are_missing_from_the_change_and_its_gradients() {
     }
 }
 
-/// a Tucker decomposition of convolutions: output and gradients of torch, by `tests/reference/make_tucker.py`.
+/// A Tucker decomposition of convolutions: output and gradients of torch, by `tests/reference/make_tucker.py`.
 #[test]
 fn trained_decompositions_have_the_gradients_of_torch() {
     let found = tensors("tucker");

@@ -1,7 +1,7 @@
 //! LoHa, DoRA, OFT, BOFT and whole differences: comparison with LyCORIS and peft, by `tests/reference/make_adapter_types.py`.
 
 use super::file_layer::{FileLayer, Site};
-use super::lycoris_tests::{layers, named, tensors};
+use super::test_helpers::{layers, named, tensors, try_layers};
 use super::trained_layer::NewLayer;
 use super::*;
 use crate::families::{AdapterNames, Model};
@@ -231,7 +231,7 @@ fn damaged_tensors_of_every_type_are_errors() {
         let tensors = tensors
             .iter()
             .map(|(suffix, dims)| (format!("layer.{suffix}"), t(dims)));
-        super::lycoris_tests::try_layers(&tensors.collect()).map(|mut layers| layers.remove("layer").unwrap())
+        try_layers(&tensors.collect()).map(|mut layers| layers.remove("layer").unwrap())
     };
     for (tensors, part) in [
         (&[("hada_w1_a", &[4, 2][..]), ("hada_w1_b", &[2, 4])][..], "hada_w2"),

@@ -241,6 +241,19 @@ fn folders_and_files_of_diffusers_are_loaded_and_those_of_other_models_refused()
     }
 }
 
+/// Published T2I-Adapters for sketches have one channel. Such a training would end at its first step, with two shapes for an error.
+#[test]
+fn a_t2i_adapter_of_gray_images_is_refused_when_it_is_loaded() {
+    let (model, config) = (tiny_sd(), t2i("full"));
+    let adapter = new_adapter(&config, &model);
+    let folder = tempfile::tempdir().unwrap();
+    let mut json = adapter.config_json();
+    json["in_channels"] = serde_json::json!(1);
+    write_adapter_folder(folder.path(), &json, &BTreeMap::new(), &BTreeMap::new()).unwrap();
+    let error = load(&config, folder.path(), &model).unwrap_err();
+    assert!(error.contains("`in_channels` is 1, expected 3"), "{error}");
+}
+
 /// A change of a config.
 type Change = fn(&mut AdapterConfig);
 

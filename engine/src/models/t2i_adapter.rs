@@ -72,9 +72,14 @@ impl T2iAdapterConfig {
             ("num_res_blocks", config.num_res_blocks.max(1)),
         ];
         check_sizes(channels.chain(others))?;
-        match config.channels.is_empty() {
-            true => Err("`channels` is empty".into()),
-            false => Ok(config),
+        if config.channels.is_empty() {
+            return Err("`channels` is empty".into());
+        }
+        match config.in_channels {
+            3 => Ok(config),
+            other => Err(format!(
+                "`in_channels` is {other}, expected 3: control images have red, green and blue"
+            )),
         }
     }
 

@@ -25,8 +25,8 @@ impl Objective for FlowMatch {
         let table = self.timesteps.table(generator, length, inputs.image_tokens)?;
         let indices: Vec<usize> = match self.timesteps.choices(length) {
             Some(choices) => {
-                let noise_draw = generator.randint(0, choices.len() as i64, items).into_iter();
-                noise_draw
+                let places = generator.randint(0, choices.len() as i64, items).into_iter();
+                places
                     .map(|i| choices.get(i as usize).copied().unwrap_or_default())
                     .collect()
             }

@@ -68,8 +68,8 @@ pub fn open(device: DeviceRef) -> Result<Device> {
 /// f32.
 ///
 /// On the CPU tensors are always f32. Where bf16 is requested and the CPU has instructions for it, layers multiply in bf16 if the caller runs
-/// them in [`precision::MatmulPrecision::of`] this request; other requests for 16 bits get a notice. A GPU, or the CPU in portable mode, computes in the
-/// requested dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its
+/// them in [`precision::MatmulPrecision::of`] this request; other requests for 16 bits get a notice. A GPU, or the CPU in portable mode,
+/// computes in the requested dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its
 /// products are summed in f32 too), else in f32.
 ///
 /// # Errors

@@ -167,6 +167,27 @@ fn a_convolution_rounds_its_operands_in_both_passes() {
     }
 }
 
+/// A bias that is too long was used without an error where the weight stays in bfloat16.
+#[test]
+fn a_convolution_with_another_bias_is_an_error_in_every_form() {
+    let (x, weight) = (random(1, &[1, 3, 8, 8]), random(2, &[4, 3, 3, 3]));
+    for biases in [3, 5] {
+        for weight in [weight.clone().into(), stored(&weight)] {
+            let layer = Conv2d {
+                weight,
+                bias: Some(random(3, &[biases])),
+                stride: 1,
+                padding: 1,
+                adapters: Vec::new(),
+            };
+            for error in [layer.forward(&x), in_bf16(|| layer.forward(&x))].map(Result::unwrap_err) {
+                let error = error.to_string();
+                assert!(error.contains(&format!("the bias has {biases} elements")), "{error}");
+            }
+        }
+    }
+}
+
 /// A row, or an image, has the same bits alone and in a batch, whatever the size of the batch.
 #[test]
 fn bits_are_the_same_alone_and_in_a_batch() {

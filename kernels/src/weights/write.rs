@@ -33,15 +33,19 @@ impl SafetensorsLayout {
         }
     }
 
-    /// Adds a tensor. Returns `false` if one of this name existed already.
+    /// Adds a tensor. Returns `false` if it replaces one of this name.
     pub fn add(&mut self, name: impl Into<String>, dtype: DType, shape: impl Into<Vec<usize>>) -> bool {
-        self.tensors.insert(name.into(), (dtype, shape.into())).is_none()
+        let name = name.into();
+        let is_other = self.stored.remove(&name).is_none();
+        self.tensors.insert(name, (dtype, shape.into())).is_none() && is_other
     }
 
     /// Adds a tensor of another file as it is stored there. Such tensors come after the others, so that these stay aligned. Returns `false`
-    /// if one of this name existed already.
+    /// if it replaces one of this name.
     pub fn add_stored(&mut self, name: impl Into<String>, stored: StoredBytes) -> bool {
-        self.stored.insert(name.into(), stored).is_none()
+        let name = name.into();
+        let is_other = self.tensors.remove(&name).is_none();
+        self.stored.insert(name, stored).is_none() && is_other
     }
 
     /// Writes the file. Calls `tensor` with each name, in order; it returns the tensor on any device.
@@ -245,6 +249,33 @@ mod tests {
         expected.extend(format!("{header:<width$}", width = header.len().next_multiple_of(8)).into_bytes());
         expected.extend([0, 0, 0, 0, 0, 0, 128, 63, 0, 0, 128, 63]);
         assert_eq!(bytes, expected);
+    }
+
+    /// Whichever of both is added last is in the file, once and at its place.
+    #[test]
+    fn a_copied_tensor_and_another_of_its_name_replace_each_other() {
+        let stored = StoredBytes {
+            type_name: "BOOL".to_owned(),
+            shape: vec![3],
+            bytes: vec![1, 0, 1],
+        };
+        let written = |layout: &SafetensorsLayout| {
+            let mut bytes = Vec::new();
+            layout.write(&mut bytes, |_| Ok(count_up(2))).unwrap();
+            bytes
+        };
+        let mut layout = SafetensorsLayout::default();
+        assert!(layout.add("a", DType::F32, [2]) && layout.add("w", DType::F32, [2]));
+        assert!(!layout.add_stored("w", stored.clone()));
+        let bytes = written(&layout);
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.tensor("w").unwrap().data(), [1, 0, 1]);
+        assert_eq!(file.tensor("a").unwrap().data(), [0, 0, 0, 0, 0, 0, 128, 63]);
+        assert!(!layout.add_stored("w", stored));
+        assert!(!layout.add("w", DType::F32, [2]));
+        let bytes = written(&layout);
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(file.tensor("w").unwrap().data(), [0, 0, 0, 0, 0, 0, 128, 63]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Options of a config that change the memory or the work of a job.
 
-use super::tests::{GIB, gib, lora};
+use super::test_helpers::{GIB, gib, lora};
 use super::*;
 use crate::capability::DeviceKind;
 use crate::plan::profile::MemoryProfile;

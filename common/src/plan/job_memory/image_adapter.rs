@@ -1,16 +1,13 @@
 //! The network of an `adapter` section.
 
 use super::{Job, Model, WorkKind};
+use crate::job::limits::{MAX_ADAPTER_BLOCKS, MAX_ADAPTER_CHANNELS};
 use crate::plan::json::{number, text};
 use crate::plan::walk::build::{Builder, ComponentOptions, WeightTotals};
 use crate::plan::walk::{
     Backend, Conditions, ImageAdapter, ImageAdapterOptions, MetaTensor, T2iKind, T2iOptions, Walk,
 };
 use serde_json::Value;
-
-/// The most channels, blocks and pixels of a feature that a prediction considers, as the checks of configs.
-const MAX_CHANNELS: f64 = 16_384.0;
-const MAX_BLOCKS: usize = 64;
 
 impl Job<'_> {
     /// Whether a network beside the U-Net is trained.
@@ -34,10 +31,10 @@ impl Job<'_> {
         Some(ImageAdapterOptions::T2i(T2iOptions {
             channels: channels
                 .into_iter()
-                .take(MAX_BLOCKS)
-                .map(|channels| channels.clamp(1.0, MAX_CHANNELS))
+                .take(MAX_ADAPTER_BLOCKS)
+                .map(|channels| channels.clamp(1.0, f64::from(MAX_ADAPTER_CHANNELS)))
                 .collect(),
-            resnets: resnets.min(MAX_BLOCKS),
+            resnets: resnets.min(MAX_ADAPTER_BLOCKS),
             factor: number(adapter, "/downscale_factor").unwrap_or(8.0).clamp(1.0, 64.0),
             network: match text(adapter, "/adapter_type") {
                 Some("light_adapter") => T2iKind::Light,

@@ -167,8 +167,8 @@ impl Chroma {
         let packed = walk.tensor([batch, image_tokens, latents.dims[1] * 4.0, 1.0], false);
         let tokens = walk.linear(&self.x_embedder, &packed);
         drop(packed);
-        let kept = walk.narrow(&conditions.text, 1, conditions.prompt_tokens);
-        let text = walk.linear(&self.context_embedder, &kept);
+        let attended = walk.narrow(&conditions.text, 1, conditions.prompt_tokens);
+        let text = walk.linear(&self.context_embedder, &attended);
         let all = text.dims[1] + tokens.dims[1];
         let rotary = walk.rotary(all, self.head_width);
         // The padding of one text is cut, so that nothing is masked.
@@ -196,7 +196,7 @@ impl Chroma {
         let normed = modulated(walk, &image, &rows(walk, &vectors, 2));
         let predicted = walk.linear(&self.proj_out, &normed);
         let unpacked = walk.rearranged(&predicted, latents.dims);
-        drop((rotary, kept));
+        drop((rotary, attended));
         Some(unpacked)
     }
 }

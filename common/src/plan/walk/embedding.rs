@@ -30,7 +30,7 @@ impl Walk {
         drop((x, narrow, scaled));
         if recording {
             // candle's graph holds what its operations made.
-            let kept = (columns, hidden, product);
+            let saved = (columns, hidden, product);
             self.record_step(&y, move |walk, gradient| {
                 let wide = walk.widened(elements);
                 let scaled = walk.floats(elements);
@@ -38,7 +38,7 @@ impl Walk {
                 walk.meter.multiply(2.0 * hidden_elements * width);
                 let up = walk.floats(width * rank);
                 let (of_hidden, transposed) = (walk.floats(hidden_elements), walk.floats(hidden_elements));
-                drop((scaled, of_hidden, kept));
+                drop((scaled, of_hidden, saved));
                 // candle adds the gradients of the columns to a matrix of zeros.
                 let zeros = walk.floats(rank * rows);
                 let down = walk.floats(rank * rows);

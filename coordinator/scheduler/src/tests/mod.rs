@@ -2,9 +2,11 @@
 
 mod arrays;
 mod attempts;
+mod clocks;
 mod endings;
 mod offers;
 mod placement;
+mod preemption;
 mod queue;
 mod requested_outputs;
 mod retention;
@@ -22,7 +24,7 @@ use aitk_common::control_plane::{
 };
 use aitk_common::control_plane::{ToWorker, UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
-use aitk_common::id::{AttemptId, Epoch, JobId, WorkerId};
+use aitk_common::id::{AttemptId, Epoch, JobId, UserName, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -241,6 +243,41 @@ impl World {
     fn view(&self, job: &str) -> JobView {
         self.state.job_view(self.now, &JobId::new(job)).unwrap()
     }
+
+    fn submit_after(&mut self, id: &str, requirements: Requirements, after: &[&str], not_before: Option<UnixMillis>) {
+        let job = NewJob {
+            after: after.iter().map(|id| (*id).into()).collect(),
+            not_before,
+            ..new_job(id, requirements)
+        };
+        self.step(Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(job),
+        });
+    }
+
+    fn gpus(&mut self, name: &str, count: u32) -> SessionId {
+        let devices = (0..count).map(|index| device(DeviceKind::Cuda, index)).collect();
+        self.worker(name, devices, Vec::new())
+    }
+
+    fn state(&self, job: &str) -> JobState {
+        self.view(job).state
+    }
+
+    fn reason(&self, job: &str) -> String {
+        self.view(job).reason
+    }
+
+    fn is_asked_to_save(&self, job: &str, epoch: u64) -> bool {
+        self.sent(|message| matches!(message, ToWorker::Stop { held: asked, save: true } if *asked == held(job, epoch)))
+    }
+
+    fn running(&self) -> Vec<String> {
+        let mut running: Vec<String> = self.state.live.keys().map(ToString::to_string).collect();
+        running.sort();
+        running
+    }
 }
 
 fn held(job: &str, epoch: u64) -> AttemptRef {
@@ -261,5 +298,19 @@ fn retries(retries: u32) -> Requirements {
     Requirements {
         retries,
         ..Requirements::default()
+    }
+}
+
+fn of(owner: &str) -> Requirements {
+    Requirements {
+        owner: UserName::new(owner),
+        ..retries(3)
+    }
+}
+
+fn yielding() -> Requirements {
+    Requirements {
+        yields: true,
+        ..retries(3)
     }
 }

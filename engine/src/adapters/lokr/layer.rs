@@ -17,7 +17,7 @@ pub(super) enum Factor {
     Full(Var),
     /// The product of two matrices.
     LowRank(Var, Var),
-    /// a Tucker decomposition: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
+    /// A Tucker decomposition: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
     Tucker(Var, Var, Var),
 }
 

@@ -7,6 +7,7 @@ use super::super::handle::AdapterHandle;
 use super::super::trained_layer::{NewLayer, TrainedLayer, Values};
 use super::super::weight_adapter::{WeightAdapter, tracked_if};
 use super::tensors::LoraEmbeddingTensors;
+use crate::device::precision::MatmulPrecision;
 use crate::nn::{self, BaseLayer, LayerAdapter, linear};
 use crate::rng::TorchGenerator;
 use crate::weights::Weight;
@@ -67,7 +68,9 @@ impl LayerAdapter for LoraEmbedding {
         let (down, up) = (tracked_if(is_training, &self.down), tracked_if(is_training, &self.up));
         let ids = ids.flatten_all()?.to_device(down.device())?;
         let hidden = down.index_select(&ids, 1)?.t()?.contiguous()?;
-        let change = (linear(&hidden, &up, None)? * strength)?;
+        // In float32 beside products in bfloat16 too, as the LoRAs of other layers.
+        let product = MatmulPrecision::F32.run(|| linear(&hidden, &up, None))?;
+        let change = (product * strength)?;
         nn::add(&output, &change.reshape(output.shape())?.to_dtype(output.dtype())?)
     }
 }

@@ -115,7 +115,7 @@ impl DocumentTokenizer {
         [prefix, middle, suffix]: [&str; 3],
     ) -> Result<[Vec<u32>; 3]> {
         let prefix = match fim.has_separate_parts && prefix.len() <= MAX_PART_BYTES {
-            true => self.base.encode_fim_prefix(prefix)?,
+            true => self.base.encode_fim_prefix(fim, prefix)?,
             false => self.encode(prefix, false)?,
         };
         Ok([
@@ -193,7 +193,7 @@ fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::{DocumentTokenizer, parts};
+    use super::{DocumentTokenizer, FimTokens, parts};
     use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
     use crate::testing::fixtures;
 
@@ -233,6 +233,29 @@ mod tests {
             bytes.encode_continuation(text).unwrap(),
             bytes.encode(text, false).unwrap()
         );
+    }
+
+    /// As for a prompt with a gap: mistral-common's tokenizer has no token for an empty prefix, that of Code Llama has the space.
+    #[test]
+    fn an_empty_prefix_has_tokens_only_where_the_middle_has_a_mark() {
+        let folder = tempfile::tempdir().unwrap();
+        let model = fixtures().join("sentencepiece/bpe/tokenizer.model");
+        std::fs::copy(model, folder.path().join("tokenizer.model")).unwrap();
+        let tokenizer = DocumentTokenizer::open(folder.path(), 520).unwrap().unwrap();
+        let prefix = |middle: Option<u32>, prefix: &str| {
+            let marks = FimTokens {
+                prefix: 1,
+                suffix: 2,
+                middle,
+                end: None,
+                has_separate_parts: true,
+            };
+            let [prefix, ..] = tokenizer.encode_fim_parts(marks, [prefix, "a", "b"]).unwrap();
+            prefix
+        };
+        assert_eq!(prefix(None, ""), Vec::<u32>::new());
+        assert!(!prefix(Some(3), "").is_empty());
+        assert_eq!(prefix(None, "a"), prefix(Some(3), "a"));
     }
 
     #[test]

@@ -45,10 +45,10 @@ impl FimTokens {
     /// The tokens of a document whose prefix, middle and suffix have these tokens: at most `max`, for which the suffix is shortened at its
     /// end, then the prefix at its beginning, then the middle at its end.
     pub(super) fn join(self, [prefix, middle, suffix]: [&[u32]; 3], is_spm: bool, max: usize) -> Vec<u32> {
-        let room = max.saturating_sub(self.marks());
-        let middle = &middle[..middle.len().min(room)];
-        let prefix = &prefix[prefix.len() - prefix.len().min(room - middle.len())..];
-        let suffix = &suffix[..suffix.len().min(room - middle.len() - prefix.len())];
+        let available = max.saturating_sub(self.marks());
+        let middle = &middle[..middle.len().min(available)];
+        let prefix = &prefix[prefix.len() - prefix.len().min(available - middle.len())..];
+        let suffix = &suffix[..suffix.len().min(available - middle.len() - prefix.len())];
         let mut tokens = self.before_middle(prefix, suffix, is_spm);
         tokens.extend_from_slice(middle);
         tokens

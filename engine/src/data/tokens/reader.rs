@@ -444,8 +444,8 @@ impl Reader<'_> {
                     let [prefix, middle, suffix] = tokenizer.encode_fim_parts(fim, parts)?;
                     // It says where the middle ends.
                     let end = fim.end.or(tokenizer.end());
-                    let room = max - usize::from(end.is_some());
-                    let mut joined = fim.join([&prefix, &middle, &suffix], cut.is_spm, room);
+                    let limit = max - usize::from(end.is_some());
+                    let mut joined = fim.join([&prefix, &middle, &suffix], cut.is_spm, limit);
                     joined.extend(end);
                     pieces.push(Tokens {
                         ids: joined,

@@ -139,7 +139,7 @@ impl CausalLm {
         let Some(padding) = config.padding_id else {
             return Ok(());
         };
-        let table = format!("{}.{}.weight", config.family.prefix(), config.family.outer_names()[0]);
+        let table = self.embedding_name();
         let rows: Vec<f32> = (0..config.vocab_size)
             .map(|row| if row == padding as usize { 0.0 } else { 1.0 })
             .collect();

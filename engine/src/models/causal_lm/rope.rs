@@ -182,7 +182,7 @@ impl RotaryPositions {
     /// The embedding with each frequency divided by a factor, [head width / 2]: `rope_freqs` of llama.cpp.
     ///
     /// # Errors
-    /// When a frequency is no number afterwards.
+    /// When a frequency is negative or no number afterwards.
     pub(super) fn divided_by(mut self, factors: &[f32]) -> Result<Self, String> {
         let divide = |frequencies: &mut [f32]| {
             for (frequency, factor) in frequencies.iter_mut().zip(factors) {
@@ -202,13 +202,8 @@ impl RotaryPositions {
             LongTexts::Other { frequencies, .. } => frequencies.as_slice(),
             LongTexts::Same | LongTexts::Dynamic { .. } => &[],
         };
-        match self.scale.is_finite()
-            && self
-                .frequencies
-                .iter()
-                .chain(long)
-                .all(|frequency| frequency.is_finite())
-        {
+        let is_valid = |number: f32| number.is_finite() && number >= 0.0;
+        match self.scale > 0.0 && is_valid(self.scale) && self.frequencies.iter().chain(long).all(|f| is_valid(*f)) {
             true => Ok(self),
             false => Err("the factors of the rotary embedding are not positive numbers".into()),
         }

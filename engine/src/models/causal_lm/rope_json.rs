@@ -99,8 +99,8 @@ impl RopeJson {
                 let original = original()?;
                 let factor = factor_or_ratio(original)?;
                 // As in transformers, 0 is no value.
-                let given = |value: Option<f64>| value.filter(|value| *value != 0.0);
-                let computed = match (given(self.mscale), given(self.mscale_all_dim)) {
+                let nonzero = |value: Option<f64>| value.filter(|value| *value != 0.0);
+                let computed = match (nonzero(self.mscale), nonzero(self.mscale_all_dim)) {
                     (Some(mscale), Some(all)) => {
                         yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all)
                     }
@@ -111,8 +111,8 @@ impl RopeJson {
                     factor,
                     original,
                     betas: [
-                        positive("beta_fast", given(self.beta_fast).or(Some(fast)))?,
-                        positive("beta_slow", given(self.beta_slow).or(Some(slow)))?,
+                        positive("beta_fast", nonzero(self.beta_fast).or(Some(fast)))?,
+                        positive("beta_slow", nonzero(self.beta_slow).or(Some(slow)))?,
                     ],
                     truncate: self.truncate.unwrap_or(true),
                     attention_factor: self.attention_factor(computed)?,

@@ -1,6 +1,7 @@
 //! Compares rotary embeddings with transformers (`tests/reference/make_rope.py`): frequencies, and logits of tiny models.
 
 use super::formula_weights::{formula, write_model};
+use super::rope::{BETAS, RopeScaling};
 use super::{AttentionMask, CausalLm, CausalLmConfig, CausalLmOptions, PositionKind, RotaryPositions};
 use crate::testing::{compute_on_this_thread, fixtures, gap, in_portable_mode, largest};
 use candle_core::{D, Device, Tensor};
@@ -233,6 +234,37 @@ fn sections_that_are_not_supported_are_refused_by_name() {
             let error = CausalLmConfig::from_json(config).unwrap_err();
             assert!(error.contains(message), "{section}: {error}");
         }
+    }
+}
+
+/// Metadata and tables of GGUF files may have any numbers.
+#[test]
+fn negative_factors_are_refused() {
+    let linear = |factor: f64| RotaryPositions::new(1e4, RopeScaling::Linear { factor }, 8, 64);
+    let yarn = |attention_factor: f64| {
+        let scaling = RopeScaling::Yarn {
+            factor: 4.0,
+            original: 16.0,
+            betas: BETAS,
+            truncate: true,
+            attention_factor,
+        };
+        RotaryPositions::new(1e4, scaling, 8, 64)
+    };
+    let divided = |factor: f32| RotaryPositions::plain(1e4, 8).divided_by(&[1.0, factor, 1.0, 1.0]);
+    assert!(linear(2.0).is_ok() && yarn(1.5).is_ok() && divided(1e30).is_ok());
+    for wrong in [
+        linear(-2.0),
+        yarn(-1.5),
+        yarn(0.0),
+        divided(-3.0),
+        divided(0.0),
+        divided(f32::NAN),
+    ] {
+        assert_eq!(
+            wrong.unwrap_err(),
+            "the factors of the rotary embedding are not positive numbers"
+        );
     }
 }
 

@@ -207,12 +207,13 @@ impl TextTokenizer {
     }
 
     /// The ids of the text before a gap, without the mark, in models whose parts are converted each alone
-    /// ([`FimTokens::has_separate_parts`]).
+    /// ([`FimTokens::has_separate_parts`]). An empty text has none in models without a mark of the middle, as in mistral-common.
     ///
     /// # Errors
     /// When the tokenizer fails.
-    pub fn encode_fim_prefix(&self, prefix: &str) -> Result<Vec<u32>> {
-        match self.has_prefix {
+    pub fn encode_fim_prefix(&self, tokens: FimTokens, prefix: &str) -> Result<Vec<u32>> {
+        let has_none = prefix.is_empty() && tokens.middle.is_none();
+        match self.has_prefix && !has_none {
             true => self.encode_continuation(&format!(" {prefix}")),
             false => self.encode_continuation(prefix),
         }
@@ -234,10 +235,7 @@ impl TextTokenizer {
         if !tokens.has_separate_parts {
             return self.encode(&format!("{of_prefix}{prefix}{of_suffix}{suffix}{of_middle}"));
         }
-        let prefix = match tokens.middle.is_none() && prefix.is_empty() {
-            true => Vec::new(),
-            false => self.encode_fim_prefix(prefix)?,
-        };
+        let prefix = self.encode_fim_prefix(*tokens, prefix)?;
         // What the tokenizer puts at the beginning of a text.
         let mut ids = self.encode("")?;
         ids.extend(tokens.before_middle(&prefix, &self.encode_continuation(suffix)?, false));

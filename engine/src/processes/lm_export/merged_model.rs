@@ -1,7 +1,7 @@
 //! A language model whose weights stay in their files, with the changes of LoRAs.
 
 use super::super::language_model_part::load_language_model_changes;
-use crate::adapters::{LoadedAdapter, LoadedChanges, WeightAdapter};
+use crate::adapters::{LoadedAdapter, LoadedChanges, WeightAdapter, is_finite};
 use crate::error::{EngineError, Result};
 use crate::models::causal_lm::{CausalLm, CausalLmOptions};
 use crate::weights::Weight;
@@ -148,13 +148,6 @@ pub(super) fn check_range(name: &str, tensor: &Tensor, dtype: DType) -> Result<(
     Err(EngineError::bad_input(format!(
         "`{name}` has a number of the size {largest}, which is too large for {dtype:?}: use {larger_formats}"
     )))
-}
-
-/// Whether all numbers of a tensor are finite.
-fn is_finite(tensor: &Tensor) -> Result<bool> {
-    // 0 times a number that is not finite is NaN. candle's `max` ignores NaN.
-    let zeros = (tensor.to_dtype(DType::F32)? * 0.0)?;
-    Ok(zeros.sum_all()?.to_scalar::<f32>()? == 0.0)
 }
 
 #[cfg(test)]

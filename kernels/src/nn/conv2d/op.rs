@@ -20,6 +20,14 @@ pub(super) struct ConvOp {
     pub(super) bf16: Option<Bf16Isa>,
 }
 
+/// Checks that there is a bias for each output.
+fn check_bias(bias: &[f32], g: &Geometry) -> candle_core::Result<()> {
+    match bias.len() == g.outputs {
+        true => Ok(()),
+        false => candle_core::bail!("conv2d: the bias has {} elements, expected {}", bias.len(), g.outputs),
+    }
+}
+
 impl ConvOp {
     pub(super) fn run(
         &self,
@@ -28,10 +36,8 @@ impl ConvOp {
         bias: Option<&[f32]>,
     ) -> ForwardResult {
         let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?.multiplied_with(self.bf16);
-        if let Some(bias) = bias
-            && bias.len() != g.outputs
-        {
-            candle_core::bail!("conv2d: the bias has {} elements, expected {}", bias.len(), g.outputs);
+        if let Some(bias) = bias {
+            check_bias(bias, &g)?;
         }
         Ok((
             g.forward(x, weight, bias)?,
@@ -55,7 +61,10 @@ impl ConvOp {
             cols: g.depth(),
         };
         let y = match &self.bias {
-            Some(bias) => cpu::with_slice(bias, |bias| g.forward_bf16(isa, x, weight, Some(bias)))??,
+            Some(bias) => cpu::with_slice(bias, |bias| {
+                check_bias(bias, &g)?;
+                g.forward_bf16(isa, x, weight, Some(bias))
+            })??,
             None => g.forward_bf16(isa, x, weight, None)?,
         };
         Ok((y, (g.batch, g.outputs, g.out_h, g.out_w).into()))

@@ -1,6 +1,7 @@
 //! How lines of numbers are packed into the panels of a product: `[depth][lines]`.
 #![expect(unsafe_code, reason = "squares are loaded and stored through raw pointers")]
 
+use super::extent::extent;
 use super::simd::{Kernel, Simd};
 use crate::quant::f16_to_f32;
 use std::marker::PhantomData;
@@ -162,7 +163,9 @@ impl<E: Element> Kernel for TransposedLines<'_, E> {
             return;
         }
         assert!(
-            data.len() >= (lines - 1) * stride + depth && width >= lines && panel.len() >= (depth - 1) * width + lines,
+            data.len() >= extent(lines, depth, stride, 1)
+                && width >= lines
+                && panel.len() >= extent(depth, lines, width, 1),
             "a panel or its lines are too short"
         );
         let mut line = 0;
@@ -175,8 +178,9 @@ impl<E: Element> Kernel for TransposedLines<'_, E> {
             for start in (0..depth).step_by(S::LANES) {
                 let length = S::LANES.min(depth - start);
                 let mut square = [S::splat(0.0); MAX_LANES];
-                // SAFETY: `count` lines from `line` on have `length` elements from `start` on, and the panel has `length` lines of `width`
-                // elements from there on; checked above. `copy` has the elements of the longest vector.
+                // SAFETY: `count` lines from `line` on have `length` elements from `start` on, and each of `length` lines of the panel from
+                // `start` on has `count` elements from `line` on: both are parts of what is checked above. `copy` has the elements of the
+                // longest vector.
                 unsafe {
                     for (i, to) in square.iter_mut().take(count).enumerate() {
                         let from = data.as_ptr().add((line + i) * stride + start);

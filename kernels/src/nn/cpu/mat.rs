@@ -1,5 +1,6 @@
 //! Matrices in slices, and how they are packed into panels for a product.
 
+use super::extent::extent;
 use super::lines::{Element, Lines, Single};
 use super::product::{LeftOperand, RightOperand};
 use super::simd::Simd;
@@ -53,15 +54,6 @@ impl<'a> Mat<'a> {
     /// Whether the slice contains the whole matrix.
     pub(crate) fn fits_slice(&self) -> bool {
         extent(self.rows, self.cols, self.row_stride, self.col_stride) <= self.data.len()
-    }
-}
-
-/// The number of elements from the first to the last element of a matrix, with the gaps between.
-pub(crate) fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
-    if rows == 0 || cols == 0 {
-        0
-    } else {
-        (rows - 1) * row_stride + (cols - 1) * col_stride + 1
     }
 }
 

@@ -1,11 +1,12 @@
 //! The basis of the kernels for the CPU: SIMD vectors, threads and matrix products.
 //!
-//! The kernels run on `f32` on the CPU, and layers may round the operands of their products ([`bf16`]); on CUDA and Metal, and for other dtypes, the same functions are composed of
-//! candle's operations. The order of every sum is fixed and does not depend on the number of threads, so that the same
-//! inputs give the same bits.
+//! The kernels run on `f32` on the CPU, and layers may round the operands of their products ([`bf16`]); on CUDA and Metal, and for other
+//! dtypes, the same functions are composed of candle's operations. The order of every sum is fixed and does not depend on the number of
+//! threads, so that the same inputs give the same bits.
 
 mod bf16;
 mod elementwise;
+mod extent;
 mod lines;
 mod mat;
 mod product;
@@ -32,6 +33,7 @@ pub(crate) use simd::{available_isas, run_on};
 pub(crate) use tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 
 pub(crate) use crate::autograd::{is_cpu_f32, with_slice};
+use extent::extent;
 
 /// The number of threads for a matrix product.
 pub(crate) fn threads() -> usize {
@@ -100,7 +102,7 @@ pub(crate) fn layer_product(
     }
     let has_slices = a.fits_slice()
         && b.fits_slice()
-        && mat::extent(out.rows, out.cols, out.row_stride, out.col_stride) <= out.data.len();
+        && extent(out.rows, out.cols, out.row_stride, out.col_stride) <= out.data.len();
     if fits && has_slices && out.rows < ROWS_PER_COLUMN * out.cols {
         let product = Product {
             sizes,
@@ -131,7 +133,6 @@ pub(crate) fn gemm(
     beta: f32,
     threads: usize,
 ) -> candle_core::Result<()> {
-    use mat::extent;
     let fits = a.cols == b.rows
         && out.rows == a.rows
         && out.cols == b.cols

@@ -5,6 +5,7 @@
 //! van de Geijn, "Anatomy of high-performance matrix multiplication" (2008); each thread works on its own blocks. A
 //! [`RightOperand`] may be a matrix, or the windows of an image, for which no matrix (im2col) is then stored.
 
+use super::extent::extent;
 use super::simd::{Isa, Kernel, Simd, best_isa, run_on};
 use super::tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 use rayon::prelude::*;
@@ -132,7 +133,7 @@ impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
             return;
         }
         assert!(
-            stride >= cols && out.len() >= (rows - 1) * stride + cols,
+            stride >= cols && out.len() >= extent(rows, cols, stride, 1),
             "the output of a product is too short"
         );
         if let InitialValue::PerRow(values) = self.initial {
@@ -140,7 +141,7 @@ impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
         }
         if let Some((data, row_stride)) = self.a.contiguous_rows() {
             assert!(
-                data.len() >= (rows - 1) * row_stride + depth,
+                data.len() >= extent(rows, depth, row_stride, 1),
                 "the left operand of a product is too short"
             );
         }

@@ -11,6 +11,7 @@ mod simd;
 mod tests;
 mod tile;
 
+use super::extent::extent;
 use super::product::{SharedOutput, Sizes, sub_range};
 use super::tile::{InitialValue, OutputTile, panel_width};
 use pack::{DEPTH_BLOCK, LEFT_STRIDE};
@@ -53,7 +54,7 @@ impl<A: Bf16Left, B: Bf16Right> Bf16Product<'_, A, B> {
             InitialValue::Zero | InitialValue::Output => true,
         };
         if stride < cols
-            || out.len() < (rows - 1) * stride + cols
+            || out.len() < extent(rows, cols, stride, 1)
             || !is_initialised
             || !self.a.fits(rows, depth)
             || !self.b.fits(cols, depth)

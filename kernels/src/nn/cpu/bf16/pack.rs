@@ -16,6 +16,10 @@ pub(super) const DEPTH_BLOCK: usize = 512;
 /// rows would share few sets of the L1 cache.
 pub(super) const LEFT_STRIDE: usize = DEPTH_BLOCK / 2 + 16;
 
+/// The message where a panel is outside of its operand. A product checks its operands once (`fits`); the check of each panel, which is cheap
+/// beside packing it, makes packing safe for every caller.
+const OUTSIDE: &str = "a panel is outside of its matrix";
+
 /// The left operand of a product in bfloat16.
 pub(crate) trait Bf16Left: Sync {
     /// Whether [`Self::pack_pairs`] can read all of `rows` rows of this depth.
@@ -86,6 +90,10 @@ unsafe fn pack_right<S: Bf16Simd>(
     panel: &mut [u32],
 ) {
     let pairs = depth.len().div_ceil(2);
+    assert!(
+        width.is_multiple_of(S::LANES),
+        "a panel of {width} columns has no whole vectors"
+    );
     let panel = &mut panel[..pairs * width];
     for pair in (0..pairs).step_by(S::LANES) {
         let first = depth.start + 2 * pair;
@@ -123,6 +131,7 @@ fn pack_lines<S: Bf16Simd>(
     width: usize,
     panel: &mut [u32],
 ) {
+    assert!(cols <= width, "{cols} columns in a panel of {width}");
     for (pair, to) in panel.chunks_exact_mut(width).take(depth.div_ceil(2)).enumerate() {
         let even = &lines[2 * pair * line_stride..][..cols];
         let odd = match 2 * pair + 1 < depth {
@@ -229,11 +238,12 @@ impl Bf16Left for Mat<'_> {
     #[inline(always)]
     fn pack_pairs<S: Bf16Simd>(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [u32]) {
         if self.col_stride == 1 {
+            assert!(Bf16Left::fits(self, rows.end, depth.end), "{OUTSIDE}");
             let from = FloatRows {
                 data: self.data,
                 stride: self.row_stride,
             };
-            // SAFETY: a product packs only rows and depths for which `fits` is true.
+            // SAFETY: the matrix has these rows and this depth.
             unsafe { pack_left::<S>(&from, rows, depth, panel) }
         } else {
             pack_left_by_lines::<S>(self, rows, depth, panel);
@@ -249,11 +259,12 @@ impl Bf16Right for Mat<'_> {
     #[inline(always)]
     fn pack_pairs<S: Bf16Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [u32]) {
         if self.row_stride == 1 {
+            assert!(Bf16Right::fits(self, cols.end, depth.end), "{OUTSIDE}");
             let from = FloatRows {
                 data: self.data,
                 stride: self.col_stride,
             };
-            // SAFETY: a product packs only columns and depths for which `fits` is true.
+            // SAFETY: the matrix has these columns and this depth.
             unsafe { pack_right::<S>(&from, cols, depth, width, panel) }
         } else if self.col_stride == 1 && !depth.is_empty() {
             let lines = &self.data[depth.start * self.row_stride + cols.start..];
@@ -295,7 +306,8 @@ impl Bf16Left for Bf16Mat<'_> {
 
     #[inline(always)]
     fn pack_pairs<S: Bf16Simd>(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [u32]) {
-        // SAFETY: a product packs only rows and depths for which `fits` is true.
+        assert!(Bf16Left::fits(self, rows.end, depth.end), "{OUTSIDE}");
+        // SAFETY: the matrix has these rows and this depth.
         unsafe { pack_left::<S>(self, rows, depth, panel) }
     }
 }
@@ -308,6 +320,7 @@ impl Bf16Right for Bf16Mat<'_> {
     #[inline(always)]
     fn pack_pairs<S: Bf16Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [u32]) {
         let zeros = [[0u8; 2]; MAX_LANES];
+        assert!(cols.len() <= width, "{} columns in a panel of {width}", cols.len());
         for (pair, to) in panel.chunks_exact_mut(width).take(depth.len().div_ceil(2)).enumerate() {
             let line = |depth: usize| &self.data[depth * self.cols..][cols.clone()];
             let even = line(depth.start + 2 * pair);
@@ -339,7 +352,8 @@ impl Bf16Right for Bf16Transposed<'_> {
 
     #[inline(always)]
     fn pack_pairs<S: Bf16Simd>(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [u32]) {
-        // SAFETY: a product packs only columns and depths for which `fits` is true.
+        assert!(self.fits(cols.end, depth.end), "{OUTSIDE}");
+        // SAFETY: the matrix has these columns and this depth.
         unsafe { pack_right::<S>(&self.0, cols, depth, width, panel) }
     }
 }

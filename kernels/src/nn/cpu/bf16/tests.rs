@@ -5,6 +5,7 @@ use super::simd::available_bf16_isas;
 use super::*;
 use half::bf16;
 use proptest::prelude::*;
+use std::ops::Range;
 
 /// Numbers of three sizes, most of which are no numbers of bfloat16.
 fn random(seed: usize, length: usize) -> Vec<f32> {
@@ -399,5 +400,75 @@ fn operands_and_outputs_that_are_too_short_are_an_error() {
             initial: InitialValue::Zero,
         };
         product.write(isa, &mut [0f32; 15], 5, 1).unwrap_err();
+    }
+}
+
+/// Packs a panel of a left operand, or of a right one.
+struct Pack<'a, A, B> {
+    left: Option<&'a A>,
+    right: Option<&'a B>,
+    lines: Range<usize>,
+    depth: Range<usize>,
+    panel: &'a mut [u32],
+}
+
+impl<A: Bf16Left, B: Bf16Right> Bf16Kernel for Pack<'_, A, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Bf16Simd>(self) {
+        let Self {
+            lines, depth, panel, ..
+        } = self;
+        if let Some(left) = self.left {
+            left.pack_pairs::<S>(lines.clone(), depth.clone(), panel);
+        }
+        if let Some(right) = self.right {
+            right.pack_pairs::<S>(lines, depth, 2 * S::LANES, panel);
+        }
+    }
+}
+
+/// Whether these lines and this depth of a left operand, or of a right one, are packed.
+fn is_packed(
+    isa: Bf16Isa,
+    (left, right): (Option<&impl Bf16Left>, Option<&impl Bf16Right>),
+    (lines, depth): (Range<usize>, Range<usize>),
+) -> bool {
+    let mut panel = vec![0; 8 * LEFT_STRIDE];
+    let pack = Pack {
+        left,
+        right,
+        lines,
+        depth,
+        panel: &mut panel,
+    };
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run_bf16_on(isa, pack))).is_ok()
+}
+
+/// Packing reads through raw pointers, so that it must not rely on its caller.
+#[test]
+fn a_panel_outside_of_its_matrix_is_not_packed() {
+    let (numbers, halves) = (vec![0f32; 21], vec![[0u8; 2]; 21]);
+    let (floats, short) = (Mat::new(&numbers, 3, 7), Mat::new(&numbers[1..], 3, 7));
+    let stored = Bf16Mat {
+        data: &halves,
+        rows: 3,
+        cols: 7,
+    };
+    let (transposed, stored_transposed) = (floats.t(), Bf16Transposed(stored));
+    let (no_left, no_right) = (None::<&Mat<'_>>, None::<&Mat<'_>>);
+    for isa in available_bf16_isas() {
+        for (lines, depth, fits) in [(0..3, 0..7, true), (1..4, 0..7, false), (0..3, 1..8, false)] {
+            let place = || (lines.clone(), depth.clone());
+            let found = [
+                is_packed(isa, (Some(&floats), no_right), place()),
+                is_packed(isa, (Some(&stored), no_right), place()),
+                is_packed(isa, (no_left, Some(&transposed)), place()),
+                is_packed(isa, (no_left, Some(&stored_transposed)), place()),
+            ];
+            assert_eq!(found, [fits; 4], "{isa:?} {lines:?} {depth:?}");
+            assert!(!is_packed(isa, (Some(&short), no_right), place()), "{isa:?}");
+        }
     }
 }

@@ -32,7 +32,7 @@ impl Bf16Kernel for Bf16Tile<'_> {
             ($($r:literal)*) => {
                 match (self.rows, panel_width::<S>(self.target.cols) > S::LANES) {
                     $(
-                        // SAFETY: whoever makes a tile guarantees that its pointers are valid.
+                        // SAFETY: the code that makes a tile guarantees that its pointers are valid.
                         ($r, true) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 2>(self) },
                         // SAFETY: as above.
                         ($r, false) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 1>(self) },
