@@ -4,43 +4,71 @@ use super::location::named_finding;
 use super::models::GivenParts;
 use crate::context::env;
 use crate::paths::expand;
+use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::{JobSpec, ProcessKind};
+use aitk_common::model_files::{Inventory, ModelFileKind, PartPaths, identify};
+use aitk_engine::processes::{check_image_adapter, check_language_model, check_settings};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Returns an error for each process that would end after it loaded its model. Models that are not here, or that cannot be read, are
+/// Returns the errors of each process that would end after it loaded its model. Models that are not here, or that cannot be read, are
 /// reported elsewhere.
 pub(super) async fn settings_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let (spec, directory) = (spec.clone(), directory.to_owned());
     let all = move || {
         (0..spec.process.len())
-            .filter_map(|index| problem_of(&spec, index, &directory))
+            .flat_map(|index| problems_of(&spec, index, &directory))
             .collect()
     };
     tokio::task::spawn_blocking(all).await.unwrap_or_default()
 }
 
-fn problem_of(spec: &JobSpec, index: usize, directory: &Path) -> Option<String> {
-    let process = spec.process.get(index)?;
+fn problems_of(spec: &JobSpec, index: usize, directory: &Path) -> Vec<String> {
+    let Some(process) = spec.process.get(index) else {
+        return Vec::new();
+    };
     if matches!(
         process.kind,
         ProcessKind::LmTrain(_) | ProcessKind::LmGenerate(_) | ProcessKind::LmExport(_)
     ) {
-        return language_model_problem(spec, index, directory);
+        return language_model_problem(spec, index, directory).into_iter().collect();
     }
-    let process = process.trainer()?;
+    let Some(process) = process.trainer() else {
+        return Vec::new();
+    };
     let model = expand(&process.model.name_or_path, directory, &env);
-    let parts = GivenParts::of(&process.model).local(directory)?;
-    if !model.exists() || aitk_engine::families::check(&model, process.model.arch.name, &parts).is_err() {
-        return None;
-    }
+    let parts = GivenParts::of(&process.model).local(directory);
+    let parts = parts
+        .filter(|parts| model.exists() && aitk_engine::families::check(&model, process.model.arch.name, parts).is_ok());
+    let model = parts.as_ref().map(|parts| (model.as_path(), parts));
+    let settings = model.and_then(|model| training_problem(process, model, directory));
+    let problems = settings.into_iter().chain(adapter_problem(process, model, directory));
+    problems
+        .map(|problem| finding(spec, index, directory, problem))
+        .collect()
+}
+
+/// Why a training cannot start on a model.
+fn training_problem(process: &TrainerProcess, (model, parts): (&Path, &PartPaths), directory: &Path) -> Option<String> {
     let network = process.network.as_ref();
     let pretrained = network.and_then(|network| network.pretrained_lora_path.as_ref());
     let pretrained = pretrained
         .map(|path| expand(path, directory, &env))
         .filter(|path| path.exists());
-    let error = aitk_engine::processes::check_settings(process, &model, &parts, pretrained.as_deref()).err()?;
-    Some(finding(spec, index, directory, error.to_string()))
+    let error = check_settings(process, model, parts, pretrained.as_deref()).err()?;
+    Some(error.to_string())
+}
+
+/// Why a training cannot start from its adapter of images. `model`: the base model, if it is here.
+fn adapter_problem(process: &TrainerProcess, model: Option<(&Path, &PartPaths)>, directory: &Path) -> Option<String> {
+    let path = process.adapter.as_ref()?.name_or_path.as_ref()?;
+    let path = expand(path, directory, &env);
+    // Pickle files have their error with those of the models.
+    if !path.exists() || matches!(identify(&Inventory::open(&path)), ModelFileKind::Pickle { .. }) {
+        return None;
+    }
+    let error = check_image_adapter(process, &path, model).err()?;
+    Some(error.to_string())
 }
 
 /// Why a process of a language model cannot start. Paths that do not exist are reported elsewhere.
@@ -56,7 +84,7 @@ fn language_model_problem(spec: &JobSpec, index: usize, directory: &Path) -> Opt
     if inputs.values().any(|path| !path.exists()) {
         return None;
     }
-    let error = aitk_engine::processes::check_language_model(spec, spec.process.get(index)?, &inputs).err()?;
+    let error = check_language_model(spec, spec.process.get(index)?, &inputs).err()?;
     Some(finding(spec, index, directory, error.to_string()))
 }
 

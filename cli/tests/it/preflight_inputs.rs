@@ -304,3 +304,95 @@ fn write_text_layers(source: &Path, target: &Path) {
     let length = (header.len() as u64).to_le_bytes();
     std::fs::write(target, [&length[..], &header, &data].concat()).unwrap();
 }
+
+/// Writes a file of tensors in float32, all numbers of which are `number`.
+fn tensors(home: &Home, name: &str, shapes: &[(&str, &[usize])], number: f32) {
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (tensor, shape) in shapes {
+        let (start, bytes) = (end, 4 * shape.iter().product::<usize>());
+        end += bytes;
+        let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [start, end]});
+        header.insert((*tensor).to_owned(), entry);
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.extend(number.to_le_bytes().iter().copied().cycle().take(end));
+    home.write(name, &file);
+}
+
+/// Everything about the adapter to start from that its files show is one error at its key.
+#[test]
+fn an_adapter_to_start_from_is_checked_before_the_run() {
+    const T2I: [(&str, &[usize]); 12] = [
+        ("adapter.conv_in.weight", &[16, 12, 3, 3]),
+        ("adapter.conv_in.bias", &[16]),
+        ("adapter.body.0.resnets.0.block1.weight", &[16, 16, 3, 3]),
+        ("adapter.body.0.resnets.0.block1.bias", &[16]),
+        ("adapter.body.0.resnets.0.block2.weight", &[16, 16, 1, 1]),
+        ("adapter.body.0.resnets.0.block2.bias", &[16]),
+        ("adapter.body.1.in_conv.weight", &[32, 16, 1, 1]),
+        ("adapter.body.1.in_conv.bias", &[32]),
+        ("adapter.body.1.resnets.0.block1.weight", &[32, 32, 3, 3]),
+        ("adapter.body.1.resnets.0.block1.bias", &[32]),
+        ("adapter.body.1.resnets.0.block2.weight", &[32, 32, 1, 1]),
+        ("adapter.body.1.resnets.0.block2.bias", &[32]),
+    ];
+    let home = Home::new();
+    images(&home, "data", 2);
+    images(&home, "edges", 2);
+    tensors(&home, "good.safetensors", &T2I, 0.0);
+    tensors(&home, "nan.safetensors", &T2I, f32::NAN);
+    tensors(&home, "cut.safetensors", &T2I[..11], 0.0);
+    let mut wide = T2I;
+    wide[0].1 = &[16, 48, 3, 3];
+    tensors(&home, "wide.safetensors", &wide, 0.0);
+    let lora: [(&str, &[usize]); 1] = [("lora_unet_down_blocks_0.lora_down.weight", &[2, 2])];
+    tensors(&home, "lora.safetensors", &lora, 0.0);
+    home.write("junk.safetensors", b"junk");
+    std::fs::create_dir(home.path().join("empty")).unwrap();
+    let problems = |kind: &str, path: &str, model: &str| {
+        let text = format!(
+            "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n      training_folder: out\n      adapter:\n        type: \
+             {kind}\n        train: true\n        channels: [16, 32]\n        downscale_factor: 2\n        num_res_blocks: 1\n        \
+             name_or_path: {path}\n      datasets: [{{folder_path: data, control_path: edges, default_caption: a, resolution: [32]}}]\n      \
+             train: {{steps: 2, dtype: float32, disable_sampling: true}}\n      model: {{name_or_path: {model}}}\n"
+        );
+        home.write("x.yaml", &text);
+        let output = home.aitk().args(["validate", "--json", "x.yaml"]).output().unwrap();
+        let document: serde_json::Value = serde_json::from_str(&out(&output)).unwrap();
+        let problems = document["problems"].as_array().unwrap().iter();
+        let problems: Vec<String> = problems.map(|problem| problem.as_str().unwrap().to_owned()).collect();
+        assert_eq!(code(&output) == 0, problems.is_empty(), "{}", err(&output));
+        problems
+    };
+    assert_eq!(problems("t2i", "good.safetensors", TINY), [""; 0]);
+    for (kind, path, expected) in [
+        ("t2i", "./none", "./none: no such file or folder"),
+        ("t2i", "empty", "config.json"),
+        ("t2i", "nan.safetensors", "not finite"),
+        ("t2i", "cut.safetensors", "adapter.body.1.resnets.0.block2.bias"),
+        ("t2i", "wide.safetensors", "adapter.conv_in.weight"),
+        ("t2i", "lora.safetensors", "is a LoRA"),
+        ("t2i", "junk.safetensors", "junk.safetensors"),
+        ("t2i", TINY, "is a whole model"),
+        ("control_net", TINY, "is a whole model"),
+        ("control_net", "good.safetensors", "is a T2IAdapter"),
+        ("control_net", "./none", "./none: no such file or folder"),
+    ] {
+        let found = problems(kind, path, TINY);
+        let [found] = found.as_slice() else {
+            panic!("{kind}, {path}: {found:#?}");
+        };
+        assert!(
+            found.contains("x.yaml:13:9: config.process[0].adapter.name_or_path: ") && found.contains(expected),
+            "{kind}, {path}: {found}"
+        );
+    }
+    // What the files show by themselves does not wait for the model.
+    for (path, expected) in [("nan.safetensors", "not finite"), ("lora.safetensors", "is a LoRA")] {
+        let found = problems("t2i", path, "./no_model");
+        let is_said = |problem: &String| problem.contains("adapter.name_or_path: ") && problem.contains(expected);
+        assert!(found.iter().any(is_said), "{path}: {found:#?}");
+    }
+}

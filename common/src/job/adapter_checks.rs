@@ -8,7 +8,7 @@ use super::sample::SampleConfig;
 use super::save::SaveFormat;
 use super::schema::{ReadContext, SupportLevel};
 
-/// The downscale factor of a T2I-Adapter of SDXL, whose first features are added after the first downsampling.
+/// The downscale factor of a T2I-Adapter for SDXL with its own autoencoder. The first features are added after the first downsampling.
 const SDXL_DOWNSCALE: u32 = 16;
 
 impl TrainerProcess {
@@ -125,10 +125,13 @@ fn check_t2i(adapter: &AdapterConfig, arch: ArchName, cx: &mut ReadContext) {
             ),
         );
     } else if arch == ArchName::Sdxl && adapter.downscale_factor != SDXL_DOWNSCALE {
-        cx.error_at(
+        // No error: the factor depends on the autoencoder, whose config is read with the model.
+        cx.warn_at(
             "adapter.downscale_factor",
             format!(
-                "expected {SDXL_DOWNSCALE} for SDXL, found {}: its U-Net adds the first features after the first downsampling",
+                "expected {SDXL_DOWNSCALE} for SDXL, found {}: the U-Net adds the first features after the first downsampling, where a value has \
+                 {SDXL_DOWNSCALE} x {SDXL_DOWNSCALE} pixels; set `downscale_factor: {SDXL_DOWNSCALE}`, unless the model has another autoencoder \
+                 than SDXL's",
                 adapter.downscale_factor
             ),
         );
@@ -137,15 +140,19 @@ fn check_t2i(adapter: &AdapterConfig, arch: ArchName, cx: &mut ReadContext) {
 
 #[cfg(test)]
 mod tests {
-    use crate::job::{Format, JobSpec, LoadOptions, parse};
+    use crate::job::{Format, JobSpec, LoadOptions, LoadedJob, parse};
 
     fn read(arch: &str, set: &str, lines: &str) -> Result<JobSpec, String> {
+        read_job(arch, set, lines).map(|job| job.spec)
+    }
+
+    fn read_job(arch: &str, set: &str, lines: &str) -> Result<LoadedJob, String> {
         let text = format!(
             "job: extension\nconfig:\n  name: a\n  process:\n    - type: sd_trainer\n      training_folder: out\n      datasets: [{set}]\n      \
              model: {{name_or_path: models/sd, arch: {arch}}}\n{lines}"
         );
         let read = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default());
-        read.map(|job| job.spec).map_err(|error| error.to_string())
+        read.map_err(|error| error.to_string())
     }
 
     const SET: &str = "{folder_path: cats, control_path: edges}";
@@ -182,7 +189,6 @@ mod tests {
                 with("      train: {correct_pred_norm: true}\n"),
                 "train.correct_pred_norm",
             ),
-            ("sdxl", SET, T2I.to_owned(), "adapter.downscale_factor"),
             (
                 "sdxl",
                 SET,
@@ -199,8 +205,27 @@ mod tests {
             let found = error(arch, set, &lines);
             assert!(found.contains(&format!("config.process[0].{key}")), "{lines}: {found}");
         }
-        let sdxl = "      adapter: {train: true, downscale_factor: 16}\n";
-        assert!(read("sdxl", SET, sdxl).unwrap().unsupported().is_ok());
+    }
+
+    /// The autoencoder of a model decides whether another factor is right, and only the model has its config.
+    #[test]
+    fn another_factor_than_that_of_sdxl_s_autoencoder_is_a_warning() {
+        let warnings = |lines: &str| {
+            let job = read_job("sdxl", SET, lines).unwrap();
+            assert!(job.spec.unsupported().is_ok(), "{}", job.spec.unsupported());
+            job.warnings.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        assert!(warnings("      adapter: {train: true, downscale_factor: 16}\n").is_empty());
+        // A file or folder has its own.
+        assert!(warnings("      adapter: {train: true, name_or_path: nets/t2i}\n").is_empty());
+        for (lines, found) in [(T2I, 8), ("      adapter: {train: true, downscale_factor: 4}\n", 4)] {
+            let said = warnings(lines).join("\n");
+            let expected = format!("config.process[0].adapter.downscale_factor: expected 16 for SDXL, found {found}");
+            assert!(
+                said.contains(&expected) && said.contains("set `downscale_factor: 16`"),
+                "{said}"
+            );
+        }
     }
 
     #[test]

@@ -47,6 +47,9 @@ pub struct PromptFlags {
     pub ctrl_idx: Option<u32>,
     /// Unknown flags, which were dropped.
     pub unknown: Vec<String>,
+    /// Known flags that are given more than once, each by its last name in the prompt. The last value is used.
+    #[serde(default)]
+    pub repeated: Vec<String>,
     /// One message for each flag with an invalid value. These flags were dropped too.
     pub problems: Vec<String>,
 }
@@ -60,9 +63,21 @@ impl PromptFlags {
             prompt: parts.next().unwrap_or("").trim().to_owned(),
             ..Self::default()
         };
+        let mut given: Vec<&str> = Vec::new();
         for part in parts {
             let (flag, value) = part.split_once(char::is_whitespace).unwrap_or((part, ""));
+            let unknown = flags.unknown.len();
             flags.set(flag, value.trim());
+            if flags.unknown.len() > unknown {
+                continue;
+            }
+            let short = short_name(flag);
+            if given.contains(&short) {
+                flags.repeated.retain(|repeated| short_name(repeated) != short);
+                flags.repeated.push(flag.to_owned());
+            } else {
+                given.push(short);
+            }
         }
         flags
     }
@@ -89,16 +104,23 @@ impl PromptFlags {
             .collect()
     }
 
-    /// One message for each unknown flag.
+    /// One message for each flag that is dropped: unknown ones, and those that are given again later in the prompt.
     #[must_use]
     pub fn dropped(&self) -> Vec<String> {
-        let message = |flag: &String| {
+        let unknown = self.unknown.iter().map(|flag| {
             format!(
                 "`--{}` is not a prompt flag; it and the text after it are dropped",
                 shorten(flag)
             )
-        };
-        self.unknown.iter().map(message).collect()
+        });
+        let repeated = self.repeated.iter().map(|flag| {
+            let other = match short_name(flag) {
+                short if short == flag => String::new(),
+                short => format!(" (`--{short}` is the same flag)"),
+            };
+            format!("the prompt's flag `--{flag}` is given more than once{other}: only the last value is used; remove the others")
+        });
+        unknown.chain(repeated).collect()
     }
 
     fn set(&mut self, flag: &str, value: &str) {
@@ -168,6 +190,19 @@ impl PromptFileReport {
             report.warnings.extend(warnings.map(at));
         }
         report
+    }
+}
+
+/// The short name of a flag that has two.
+fn short_name(flag: &str) -> &str {
+    match flag {
+        "seed" => "d",
+        "cfg" => "l",
+        "steps" => "s",
+        "network_multiplier" => "m",
+        "extra_values" => "ev",
+        "num_frames" => "frames",
+        other => other,
     }
 }
 
@@ -431,6 +466,26 @@ mod tests {
         assert_eq!(flags.problems.len(), 3);
         // Any literal `--` begins a flag, as in ai-toolkit.
         assert_eq!(PromptFlags::parse("a -- b").prompt, "a");
+    }
+
+    #[test]
+    fn the_last_of_several_equal_flags_is_used_and_said() {
+        let flags = PromptFlags::parse(
+            "a --ctrl_img b.png --d 1 --w 64 --ctrl_img c.png --seed 2 --ctrl_img e.png --zoom --zoom",
+        );
+        assert_eq!((flags.ctrl_img.as_deref(), flags.seed), (Some("e.png"), Some(2)));
+        assert_eq!(flags.repeated, ["seed", "ctrl_img"]);
+        let said = flags.dropped();
+        assert_eq!(said.len(), 4, "{said:?}");
+        assert!(
+            said[2].contains("`--seed` is given more than once (`--d` is the same flag): only the last"),
+            "{said:?}"
+        );
+        assert!(
+            said[3].contains("`--ctrl_img` is given more than once: only the last value is used"),
+            "{said:?}"
+        );
+        assert!(PromptFlags::parse("a --ctrl_img b.png --d 1").dropped().is_empty());
     }
 
     #[test]

@@ -33,6 +33,21 @@ pub struct RescaledLora {
     pub copied: BTreeMap<String, StoredBytes>,
     /// Tensors that belong to no LoRA layer. They are copied.
     pub unknown: Vec<String>,
+    /// Numbers that are too small for the number format. `None`: there are none.
+    pub underflow: Option<Underflow>,
+}
+
+/// Numbers that became zero because the number format of the result cannot hold numbers that small.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Underflow {
+    /// How many there are.
+    pub numbers: u64,
+    /// The tensor with the largest share of them.
+    pub worst: String,
+    /// Their share of the numbers of that tensor that were not zero, above 0 and at most 1.
+    pub share: f64,
+    /// The name of the number format.
+    pub format: &'static str,
 }
 
 /// Rescales a LoRA file of any dialect. `go_on` gets the number of tensors that are done and of all; if it returns `false`, the
@@ -111,6 +126,7 @@ pub fn rescale_lora(
     let [first_whole, second_whole] = [TensorRole::LokrW1, TensorRole::LokrW2].map(stems_with);
     let each = factor.abs().sqrt();
     let (mut tensors, mut copied) = (BTreeMap::new(), BTreeMap::new());
+    let mut underflow: Option<Underflow> = None;
     for (done, name) in (0..).zip(&names) {
         if !go_on(done, names.len() as u64) {
             return Ok(None);
@@ -144,6 +160,7 @@ pub fn rescale_lora(
             continue;
         }
         let stored = index.read(name, DType::F32, &Device::Cpu)?;
+        let is_finite_before = is_finite(&stored)?;
         let scaled = match parsed {
             Some((stem, TensorRole::Alpha)) => {
                 let alpha = one_number(&stored).ok_or_else(|| file_error(format!("`{name}` is not one number")))?;
@@ -161,18 +178,41 @@ pub fn rescale_lora(
         // An alpha that the number format would round is kept as it is: it scales the whole layer.
         let is_rounded = matches!(parsed, Some((_, TensorRole::Alpha)))
             && one_number(&saved.to_dtype(DType::F32)?) != one_number(&scaled);
-        let saved = if is_rounded { scaled } else { saved };
+        let saved = if is_rounded { scaled.clone() } else { saved };
         // That of two whole matrices of a LoKr: ai-toolkit writes 9999999999, which is infinite in float16.
         let has_no_effect = matches!(
             parsed,
             Some((stem, TensorRole::Alpha)) if first_whole.contains(stem) && second_whole.contains(stem)
         );
         if !has_no_effect && !is_finite(&saved)? {
-            return Err(file_error(format!(
-                "tensor `{name}` has numbers that {} cannot hold once they are multiplied by {scale}: set `save_dtype: float32`, or \
-                 a target weight nearer to the current one",
-                name_of(dtype)
-            )));
+            return Err(file_error(match is_finite_before {
+                true => format!(
+                    "tensor `{name}` has numbers that {} cannot hold once they are multiplied by {scale}: set {}a target weight nearer to the \
+                     current one",
+                    name_of(dtype),
+                    if dtype == DType::F32 {
+                        ""
+                    } else {
+                        "`save_dtype: float32`, or "
+                    }
+                ),
+                false => format!(
+                    "tensor `{name}` has numbers that are not finite (NaN or infinite): the file is damaged, or of a training that failed; use \
+                     another one"
+                ),
+            }));
+        }
+        if let Some((numbers, share)) = zeroed(&scaled, &saved)? {
+            let found = underflow.get_or_insert_with(|| Underflow {
+                numbers: 0,
+                worst: name.clone(),
+                share,
+                format: name_of(dtype),
+            });
+            found.numbers += numbers;
+            if share > found.share {
+                (found.worst, found.share) = (name.clone(), share);
+            }
         }
         tensors.insert(name.clone(), saved);
     }
@@ -181,7 +221,24 @@ pub fn rescale_lora(
         copied,
         metadata: file.metadata,
         unknown: file.unknown,
+        underflow,
     }))
+}
+
+/// How many numbers are zero in the number format of the result alone, and their share of those that are not zero before. `None`: none.
+fn zeroed(scaled: &Tensor, saved: &Tensor) -> candle_core::Result<Option<(u64, f64)>> {
+    if saved.dtype() == scaled.dtype() {
+        return Ok(None);
+    }
+    let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+    let (scaled, saved) = (numbers(scaled)?, numbers(saved)?);
+    let of_number = scaled.iter().zip(&saved).filter(|(scaled, _)| **scaled != 0.0);
+    let (mut nonzero, mut zeroed) = (0u64, 0u64);
+    for (_, saved) in of_number {
+        nonzero += 1;
+        zeroed += u64::from(*saved == 0.0);
+    }
+    Ok((zeroed > 0).then(|| (zeroed, zeroed as f64 / nonzero as f64)))
 }
 
 /// The only number of a tensor.

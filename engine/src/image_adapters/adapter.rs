@@ -1,5 +1,6 @@
 //! What models, pipelines and trainings see of an adapter.
 
+use super::identity::identity_problem;
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::models::config;
@@ -79,6 +80,22 @@ pub struct AdapterRequest<'a> {
 }
 
 impl AdapterRequest<'_> {
+    /// Checks what the files of the adapter to start from show without the model: that they are one of the class `class_name`, and that they
+    /// can be read. Reads configs and headers alone.
+    ///
+    /// # Errors
+    /// As [`Self::folder_config`] and [`Index::open`], and when the files are of something else.
+    pub(super) fn check_files(&self, class_name: &str) -> Result<()> {
+        let Some(path) = self.path else {
+            return Ok(());
+        };
+        if let Some(problem) = identity_problem(path, self.config.kind, class_name) {
+            return Err(EngineError::bad_input(problem));
+        }
+        self.folder_config(class_name)?;
+        Index::open(path)?.check_types()
+    }
+
     /// `config.json` of the folder to start from, which is of the class `class_name`. `None`: there is no folder.
     ///
     /// # Errors
@@ -88,6 +105,15 @@ impl AdapterRequest<'_> {
             return Ok(None);
         };
         let file = path.join("config.json");
+        if !file.exists() {
+            return Err(EngineError::model_config(
+                &file,
+                format!(
+                    "the folder of a {class_name} has this file, and it is missing: download or copy the adapter again, or give its \
+                     .safetensors file"
+                ),
+            ));
+        }
         let json = config::read_json(&file)?;
         match json.get("_class_name").and_then(Value::as_str) {
             Some(found) if found != class_name => Err(EngineError::model_config(
@@ -115,7 +141,10 @@ pub trait ImageAdapterKind: Sync + Debug {
     /// Its name in configs.
     fn kind(&self) -> AdapterType;
 
-    /// Checks that the adapter fits the U-Net, from configs alone.
+    /// Its class in diffusers.
+    fn class_name(&self) -> &'static str;
+
+    /// Checks that the adapter fits the U-Net, from configs, names and shapes alone.
     ///
     /// # Errors
     /// The error about its config with which [`Self::load`] would end.

@@ -3,9 +3,9 @@
 use super::adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind};
 use crate::error::{EngineError, Result};
 use crate::models::unet::{ControlNetConfig, ControlNetModel, ControlNetWeights, UNetInputs, UNetResiduals};
-use crate::weights::Weights;
+use crate::weights::{Index, Weights};
 use aitk_common::job::adapter::AdapterType;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -47,7 +47,12 @@ impl ImageAdapterKind for ControlNets {
         AdapterType::ControlNet
     }
 
+    fn class_name(&self) -> &'static str {
+        CLASS
+    }
+
     fn check(&self, request: &AdapterRequest<'_>, target: &AdapterTarget<'_>) -> Result<()> {
+        request.check_files(CLASS)?;
         let config = Self::config(request, target)?;
         let (own, unet) = (config.unet(), target.unet);
         let places = |config: &crate::models::unet::UNetConfig| config.adapter_places(1 << 10);
@@ -56,20 +61,31 @@ impl ImageAdapterKind for ControlNets {
             || own.in_channels != unet.in_channels
             || own.context_width() != unet.context_width()
             || own.addition_embed_type != unet.addition_embed_type
+            || !config
+                .has_layers_of(unet)
+                .map_err(|message| request.config_error(message))?
         {
             return Err(request.config_error(
                 "the ControlNet has other blocks than the U-Net, or reads other texts: it is for another model".into(),
             ));
         }
-        match config.pixels_per_latent() == target.pixels_per_latent {
-            true => Ok(()),
-            false => Err(request.config_error(format!(
+        if config.pixels_per_latent() != target.pixels_per_latent {
+            return Err(request.config_error(format!(
                 "the ControlNet takes {} pixels of a control image for each latent along each axis, and a latent of this model has {}: it is \
                  for another model",
                 config.pixels_per_latent(),
                 target.pixels_per_latent
-            ))),
+            )));
         }
+        let Some(path) = request.path else {
+            return Ok(());
+        };
+        let all = Weights::from_index(Index::open(path)?.shapes_only(), DType::F32, &Device::Cpu);
+        let weights = ControlNetWeights {
+            copied: all.clone(),
+            own: all,
+        };
+        ControlNetModel::new(&weights, &config).map(drop)
     }
 
     fn load(&self, request: &AdapterRequest<'_>, target: &AdapterTarget<'_>) -> Result<Arc<dyn ImageAdapter>> {

@@ -3,6 +3,7 @@
 
 mod adapter;
 mod control_net;
+mod identity;
 mod t2i;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -13,11 +14,30 @@ mod tests;
 
 pub use adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind};
 
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
-use aitk_common::job::adapter::AdapterType;
+use aitk_common::job::adapter::{AdapterConfig, AdapterType};
+use aitk_common::job::arch::ArchName;
+use std::path::Path;
 
 /// Every type of adapter that this release trains.
 static KINDS: [&dyn ImageAdapterKind; 2] = [&t2i::T2iAdapters, &control_net::ControlNets];
+
+/// Checks the files of an adapter to start from, without the model that it is for. Reads configs and headers alone.
+///
+/// # Errors
+/// When this release does not train the type, or the files are of something else or cannot be read.
+pub fn check_files(config: &AdapterConfig, path: &Path, arch: ArchName) -> Result<()> {
+    let kind = find(config.kind)?;
+    let request = AdapterRequest {
+        config,
+        arch,
+        path: Some(path),
+        seed: 0,
+        checkpointing: Checkpointing::Off,
+    };
+    request.check_files(kind.class_name())
+}
 
 /// The type of adapter with this name.
 ///

@@ -1,17 +1,20 @@
 //! T2I-Adapter as an [`ImageAdapter`].
 
 use super::adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind};
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::models::t2i_adapter::{T2iAdapter, T2iAdapterConfig, T2iNetwork};
 use crate::models::unet::{UNetInputs, UNetResiduals};
-use crate::weights::Weights;
+use crate::weights::{Index, Weights};
 use aitk_common::job::adapter::{AdapterType, T2iNetwork as ConfiguredNetwork};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::Arc;
 
 /// The class of diffusers.
 const CLASS: &str = "T2IAdapter";
+/// Channels of control images.
+const IMAGE_CHANNELS: usize = 3;
 
 /// T2I-Adapters.
 #[derive(Debug)]
@@ -57,11 +60,30 @@ impl ImageAdapterKind for T2iAdapters {
         AdapterType::T2i
     }
 
+    fn class_name(&self) -> &'static str {
+        CLASS
+    }
+
     fn check(&self, request: &AdapterRequest<'_>, target: &AdapterTarget<'_>) -> Result<()> {
+        request.check_files(CLASS)?;
         let config = Self::config(request)?;
-        config
-            .check_unet(target.unet, target.pixels_per_latent)
-            .map_err(|message| request.config_error(message))
+        if config.in_channels != IMAGE_CHANNELS {
+            return Err(request.config_error(format!(
+                "`in_channels` is {}, expected {IMAGE_CHANNELS}: control images have red, green and blue",
+                config.in_channels
+            )));
+        }
+        if let Err(problem) = config.check_unet(target.unet, target.pixels_per_latent) {
+            let advice = match request.path {
+                Some(path) if path.is_dir() => "it is for another model".to_owned(),
+                _ => config.advice(target.unet, target.pixels_per_latent),
+            };
+            return Err(request.config_error(format!("{problem}: {advice}")));
+        }
+        match request.path {
+            Some(path) => check_weights(path, &config),
+            None => Ok(()),
+        }
     }
 
     fn load(&self, request: &AdapterRequest<'_>, target: &AdapterTarget<'_>) -> Result<Arc<dyn ImageAdapter>> {
@@ -78,6 +100,45 @@ impl ImageAdapterKind for T2iAdapters {
             frozen: T2iAdapter::new(&weights.detached(), &config)?,
             trained: weights.vars(),
         }))
+    }
+}
+
+/// Checks that the weights of an adapter are those of its config, from names and shapes alone.
+fn check_weights(path: &Path, config: &T2iAdapterConfig) -> Result<()> {
+    let index = Index::open(path)?;
+    let weights = Weights::from_index(index.shapes_only(), DType::F32, &Device::Cpu);
+    let built = T2iAdapter::new(&weights, config)
+        .map(drop)
+        .and_then(|()| check_all_used(&index, &weights));
+    match built {
+        // Its config is that of the job.
+        Err(
+            error @ (EngineError::MissingTensor { .. }
+            | EngineError::ShapeMismatch { .. }
+            | EngineError::WeightsFile { .. }),
+        ) if !path.is_dir() => Err(EngineError::bad_input(format!(
+            "{error}. A file has no config: `channels`, `num_res_blocks`, `downscale_factor` and `adapter_type` of `adapter` describe it"
+        ))),
+        built => built,
+    }
+}
+
+/// Refuses tensors for which the config has no place: they would not be trained, nor be in a save.
+fn check_all_used(index: &Index, weights: &Weights) -> Result<()> {
+    let Some(used) = weights.requested_tensors() else {
+        return Ok(());
+    };
+    match index
+        .tensors()
+        .find(|(name, _)| name.starts_with("adapter.") && !used.contains(name))
+    {
+        None => Ok(()),
+        Some((name, _)) => Err(EngineError::WeightsFile {
+            path: index.path().to_path_buf(),
+            reason: format!(
+                "the config has no place for the tensor `{name}`: weights and config belong to different adapters"
+            ),
+        }),
     }
 }
 

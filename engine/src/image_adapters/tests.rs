@@ -241,17 +241,158 @@ fn folders_and_files_of_diffusers_are_loaded_and_those_of_other_models_refused()
     }
 }
 
-/// Published T2I-Adapters for sketches have one channel. Such a training would end at its first step, with two shapes for an error.
+/// The first feature of SDXL's network is added after the first downsampling: twice the pixels of a latent.
 #[test]
-fn a_t2i_adapter_of_gray_images_is_refused_when_it_is_loaded() {
-    let (model, config) = (tiny_sd(), t2i("full"));
-    let adapter = new_adapter(&config, &model);
-    let folder = tempfile::tempdir().unwrap();
-    let mut json = adapter.config_json();
-    json["in_channels"] = serde_json::json!(1);
-    write_adapter_folder(folder.path(), &json, &BTreeMap::new(), &BTreeMap::new()).unwrap();
-    let error = load(&config, folder.path(), &model).unwrap_err();
-    assert!(error.contains("`in_channels` is 1, expected 3"), "{error}");
+fn the_factor_of_sdxl_follows_the_autoencoder() {
+    let model = tiny(&crate::families::sdxl::VARIANT, "tiny_sdxl");
+    let target = model.image_adapter_target().unwrap();
+    for (factor, says) in [
+        (4, None),
+        (16, Some("set `downscale_factor: 4`")),
+        (8, Some("set `downscale_factor: 4`")),
+    ] {
+        let config = AdapterConfig {
+            downscale_factor: factor,
+            ..t2i("xl")
+        };
+        let request = AdapterRequest {
+            config: &config,
+            arch: model.family().arch(),
+            path: None,
+            seed: 7,
+            checkpointing: Checkpointing::Off,
+        };
+        let found = find(AdapterType::T2i).unwrap().check(&request, &target);
+        match (found, says) {
+            (Ok(()), None) => {}
+            (Err(error), Some(says)) => assert!(error.to_string().contains(says), "{factor}: {error}"),
+            (found, _) => panic!("{factor}: {found:?}"),
+        }
+    }
+}
+
+/// Configs, names and shapes show it, so that the check before a run finds it too.
+#[test]
+fn files_that_are_not_the_adapter_say_what_they_are() {
+    let model = tiny_sd();
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let file = |name: &str, tensor: &str| {
+        let zeros = Tensor::zeros((2, 2), candle_core::DType::F32, &Device::Cpu).unwrap();
+        safetensors::save(&HashMap::from([(tensor, zeros)]), at(name)).unwrap();
+    };
+    file("lora.safetensors", "lora_unet_down_blocks_0.lora_down.weight");
+    file("first.safetensors", "control_model.input_hint_block.0.weight");
+    file("other.safetensors", "some.weight");
+    std::fs::write(at("junk.safetensors"), "junk").unwrap();
+    std::fs::write(at("empty.safetensors"), "").unwrap();
+    let saved = |name: &str, config: &AdapterConfig, change: &dyn Fn(&mut serde_json::Value)| {
+        let adapter = new_adapter(config, &model);
+        let vars = adapter.trained().iter();
+        let tensors: BTreeMap<String, Tensor> = vars
+            .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+            .collect();
+        let mut json = adapter.config_json();
+        change(&mut json);
+        write_adapter_folder(&at(name), &json, &tensors, &BTreeMap::new()).unwrap();
+    };
+    let set =
+        |key: &'static str, value: serde_json::Value| move |json: &mut serde_json::Value| json[key] = value.clone();
+    let (full, control) = (t2i("full"), control_net());
+    let blocks = full.num_res_blocks;
+    saved("t2i", &full, &|_| {});
+    saved("more_blocks", &full, &set("num_res_blocks", (blocks + 1).into()));
+    saved("fewer_blocks", &full, &set("num_res_blocks", (blocks - 1).into()));
+    saved("huge", &full, &set("channels", serde_json::json!([1u64 << 40, 32])));
+    saved("factor", &full, &set("downscale_factor", (1u64 << 20).into()));
+    saved("text", &full, &set("channels", "16".into()));
+    saved("gray", &full, &set("in_channels", 1.into()));
+    saved("net", &control, &|_| {});
+    saved("layers", &control, &set("layers_per_block", 3.into()));
+    saved(
+        "text_net",
+        &control,
+        &set("block_out_channels", serde_json::json!(["16", 32])),
+    );
+    saved("broken", &control, &|_| {});
+    std::fs::write(at("broken/config.json"), "{").unwrap();
+    saved("no_config", &control, &|_| {});
+    std::fs::remove_file(at("no_config/config.json")).unwrap();
+    let whole = fixtures().join("tiny_sd");
+    crate::testing::copy_folder(&whole, &at("with_net"));
+    saved("with_net/controlnet", &control, &|_| {});
+    let net_of_model = at("with_net/controlnet").display().to_string();
+    let t2i_file = "t2i/diffusion_pytorch_model.safetensors";
+    let net_file = "net/diffusion_pytorch_model.safetensors";
+    let wider = AdapterConfig {
+        num_res_blocks: blocks + 1,
+        ..full.clone()
+    };
+    let cases: [(&AdapterConfig, &Path, &str); 24] = [
+        (&full, &at("lora.safetensors"), "is a LoRA"),
+        (&control, &at("lora.safetensors"), "is a LoRA"),
+        (&full, &at("junk.safetensors"), "junk.safetensors: "),
+        (&control, &at("empty.safetensors"), "empty"),
+        (&full, &at("other.safetensors"), "is missing"),
+        (&control, &at("other.safetensors"), "is missing"),
+        (&control, &at("first.safetensors"), "first release"),
+        (&full, &at(net_file), "is a ControlNet"),
+        (&control, &at(t2i_file), "is a T2IAdapter"),
+        (&full, &at("net"), "it is a ControlNetModel"),
+        (&control, &at("t2i"), "it is a T2IAdapter"),
+        (&full, &whole, "is a whole model, Stable Diffusion 1.x"),
+        (&control, &whole, "expected a ControlNetModel"),
+        (&control, &at("with_net"), &net_of_model),
+        (&control, &whole.join("unet"), "is the denoiser of a model"),
+        (&full, &at("more_blocks"), "is missing"),
+        (&full, &at("fewer_blocks"), "no place for the tensor"),
+        (&wider, &at(t2i_file), "`num_res_blocks`"),
+        (&full, &at("huge"), "`channels` is"),
+        (&full, &at("factor"), "at most 64"),
+        (&full, &at("text"), "`channels`: expected a list, found \"16\""),
+        (&full, &at("gray"), "`in_channels` is 1"),
+        (
+            &control,
+            &at("text_net"),
+            "`block_out_channels[0]`: expected a whole number from 0, found \"16\"",
+        ),
+        (&control, &at("layers"), "it is for another model"),
+    ];
+    let broken = [
+        (&control, at("broken"), "not valid JSON"),
+        (&control, at("no_config"), "give its .safetensors file"),
+    ];
+    let broken = broken
+        .iter()
+        .map(|(config, path, says)| (*config, path.as_path(), *says));
+    for (config, path, says) in cases.into_iter().chain(broken) {
+        let request = AdapterRequest {
+            config,
+            arch: model.family().arch(),
+            path: Some(path),
+            seed: 7,
+            checkpointing: Checkpointing::Off,
+        };
+        let target = model.image_adapter_target().unwrap();
+        let checked = find(config.kind).unwrap().check(&request, &target);
+        let error = checked.map_err(|error| error.to_string()).unwrap_err();
+        assert!(error.contains(says), "{}: {error}", path.display());
+        assert!(
+            error.contains(&path.display().to_string()),
+            "{}: {error}",
+            path.display()
+        );
+        assert_eq!(load(config, path, &model).unwrap_err(), error);
+    }
+    for (config, path) in [
+        (&full, "t2i"),
+        (&full, t2i_file),
+        (&control, "net"),
+        (&control, net_file),
+    ] {
+        load(config, &at(path), &model).unwrap();
+        super::check_files(config, &at(path), model.family().arch()).unwrap();
+    }
 }
 
 /// A change of a config.
@@ -279,10 +420,30 @@ fn a_t2i_adapter_that_does_not_fit_the_u_net_says_what_is_wrong() {
     assert!(refused(&|_| {}).is_ok());
     // Fewer features than blocks.
     assert!(refused(&|config| config.channels = vec![16]).is_ok());
-    let cases: [(Change, &str); 4] = [
+    let cases: [(Change, &str); 7] = [
         (|config| config.channels = vec![320, 640, 1280, 1280], "places for 3"),
+        (
+            |config| config.channels = vec![320, 640],
+            "there: set `channels: [16, 32]`",
+        ),
         (|config| config.channels = vec![16, 16], "feature 1 has 16 channels"),
-        (|config| config.downscale_factor = 8, "feature 0 has 16 channels at 1/4"),
+        (
+            |config| config.downscale_factor = 8,
+            "feature 0 has 16 channels for each 8 x 8 pixels of the control image, and the U-Net adds 16 channels for each 2 x 2 pixels there: \
+             set `downscale_factor: 2`",
+        ),
+        // No rounded ratio.
+        (
+            |config| config.downscale_factor = 3,
+            "for each 3 x 3 pixels of the control image, and the U-Net adds 16 channels for each 2 x 2 pixels there: set `downscale_factor: 2`",
+        ),
+        (
+            |config| {
+                config.channels = vec![320, 640];
+                config.downscale_factor = 16;
+            },
+            "set `channels: [16, 32]` and `downscale_factor: 2`",
+        ),
         (
             |config| config.adapter_type = aitk_common::job::adapter::T2iNetwork::LightAdapter,
             "feature 2",

@@ -1,5 +1,6 @@
 //! Reads the `config.json` of a component.
 
+use super::config_value;
 use crate::error::{EngineError, Result};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::de::DeserializeOwned;
@@ -55,7 +56,7 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
     from_value(read_json(path)?).map_err(|message| EngineError::model_config(path, message))
 }
 
-/// Converts a parsed config to a config type. A key that is `null` counts as missing, except `mid_block_type`.
+/// Converts a parsed config to a config type. A key that is `null` counts as missing, except `mid_block_type`. A list is no object.
 ///
 /// # Errors
 /// A sentence with the key that has another type.
@@ -63,9 +64,5 @@ pub(crate) fn from_value<T: DeserializeOwned>(mut value: serde_json::Value) -> s
     if let Some(map) = value.as_object_mut() {
         map.retain(|key, value| !value.is_null() || key == NULLABLE_KEY);
     }
-    serde_path_to_error::deserialize(value).map_err(|error| {
-        let problem = error.inner().to_string();
-        let problem = problem.replace("expected usize", "expected a whole number from 0");
-        format!("`{}`: {problem}", error.path())
-    })
+    config_value::read(value)
 }

@@ -5,6 +5,7 @@ pub mod chroma;
 pub mod clip;
 pub mod codec;
 pub mod config;
+mod config_value;
 pub mod flux;
 mod gguf_names;
 mod mmdit;

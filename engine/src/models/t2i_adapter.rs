@@ -50,6 +50,9 @@ impl Default for T2iAdapterConfig {
     }
 }
 
+/// The largest `downscale_factor`.
+const MAX_DOWNSCALE_FACTOR: usize = 64;
+
 /// The sizes of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct BlockSizes {
@@ -72,6 +75,12 @@ impl T2iAdapterConfig {
             ("num_res_blocks", config.num_res_blocks.max(1)),
         ];
         check_sizes(channels.chain(others))?;
+        if config.downscale_factor > MAX_DOWNSCALE_FACTOR {
+            return Err(format!(
+                "`downscale_factor` is {}, expected at most {MAX_DOWNSCALE_FACTOR}",
+                config.downscale_factor
+            ));
+        }
         if config.channels.is_empty() {
             return Err("`channels` is empty".into());
         }
@@ -130,15 +139,24 @@ impl T2iAdapterConfig {
         shapes.collect()
     }
 
+    /// Channels of the features, and the pixels of the control image along each axis for each value of a feature.
+    fn feature_scales(&self) -> Vec<(usize, usize)> {
+        let mut pixels = self.downscale_factor;
+        let scales = self.blocks().into_iter().map(|block| {
+            if block.halves {
+                pixels = pixels.saturating_mul(2);
+            }
+            (block.outputs, pixels)
+        });
+        scales.collect()
+    }
+
     /// Checks that the features fit the U-Net of a model whose latents have `pixels_per_latent` pixels along each axis.
     ///
     /// # Errors
     /// A sentence with what does not fit.
     pub fn check_unet(&self, unet: &UNetConfig, pixels_per_latent: usize) -> std::result::Result<(), String> {
-        // A size that can be halved as often as needed.
-        let latents = 1usize << 10;
-        let expected = unet.adapter_places(latents)?;
-        let found = self.feature_shapes((latents * pixels_per_latent, latents * pixels_per_latent));
+        let (found, expected) = (self.feature_scales(), unet_scales(unet, pixels_per_latent)?);
         if found.len() > expected.len() {
             return Err(format!(
                 "it gives {} features, and the U-Net has places for {}: one for each of its down blocks, and one for its middle block",
@@ -146,20 +164,60 @@ impl T2iAdapterConfig {
                 expected.len()
             ));
         }
-        for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            let [channels, height, _] = *found;
-            if (channels, height) != *expected {
-                return Err(format!(
-                    "its feature {number} has {channels} channels at 1/{} of the size of the latents, and the U-Net adds {} channels at 1/{} \
-                     there: check `channels` and `downscale_factor` (a latent has {pixels_per_latent} pixels along each axis)",
-                    latents / height.clamp(1, latents),
-                    expected.0,
-                    latents / expected.1.max(1),
-                ));
-            }
+        match found
+            .iter()
+            .zip(&expected)
+            .enumerate()
+            .find(|(_, (found, expected))| found != expected)
+        {
+            None => Ok(()),
+            Some((number, ((channels, pixels), (of_unet, pixels_of_unet)))) => Err(format!(
+                "its feature {number} has {channels} channels for each {pixels} x {pixels} pixels of the control image, and the U-Net adds \
+                 {of_unet} channels for each {pixels_of_unet} x {pixels_of_unet} pixels there"
+            )),
         }
-        Ok(())
     }
+
+    /// What to set so that [`Self::check_unet`] finds no error, in the words of the keys.
+    #[must_use]
+    pub fn advice(&self, unet: &UNetConfig, pixels_per_latent: usize) -> String {
+        let places = unet_scales(unet, pixels_per_latent).unwrap_or_default();
+        // No network halves the size before its first feature. Its last feature is that of the middle block at most.
+        let factor = places.first().map_or(self.downscale_factor, |(_, pixels)| *pixels);
+        let blocks = self.channels.len().min(places.len().saturating_sub(1));
+        let channels: Vec<usize> = places.iter().take(blocks).map(|(channels, _)| *channels).collect();
+        for (factor, channels) in [
+            (factor, &self.channels),
+            (self.downscale_factor, &channels),
+            (factor, &channels),
+        ] {
+            let fitting = Self {
+                downscale_factor: factor,
+                channels: channels.clone(),
+                ..self.clone()
+            };
+            if channels.is_empty() || fitting.check_unet(unet, pixels_per_latent).is_err() {
+                continue;
+            }
+            let factor = (factor != self.downscale_factor).then(|| format!("`downscale_factor: {factor}`"));
+            let channels = (*channels != self.channels).then(|| format!("`channels: {channels:?}`"));
+            let keys: Vec<String> = channels.into_iter().chain(factor).collect();
+            return format!("set {}", keys.join(" and "));
+        }
+        format!(
+            "check `channels`, `downscale_factor` and `adapter_type` (a latent has {pixels_per_latent} pixels along each axis)"
+        )
+    }
+}
+
+/// Where a U-Net adds features: channels, and pixels of the image along each axis for each value.
+fn unet_scales(unet: &UNetConfig, pixels_per_latent: usize) -> std::result::Result<Vec<(usize, usize)>, String> {
+    // A size that can be halved as often as needed.
+    let latents = 1usize << 10;
+    let places = unet.adapter_places(latents)?.into_iter();
+    Ok(places
+        .map(|(channels, side)| (channels, pixels_per_latent * (latents / side.max(1))))
+        .collect())
 }
 
 /// A residual block: convolution, ReLU, convolution, plus the input.

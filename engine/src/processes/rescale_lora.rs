@@ -5,7 +5,7 @@ use super::job_metadata::{job_metadata, software};
 use super::rate::Progress;
 use super::result_file::ResultFile;
 use super::save_dtype::save_dtype;
-use crate::adapters::{Rescaling, copied_lora_file_bytes, rescale_lora};
+use crate::adapters::{Rescaling, Underflow, copied_lora_file_bytes, rescale_lora};
 use crate::error::Result;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::ProcessKind;
@@ -47,6 +47,15 @@ pub(super) fn run(process: &RescaleLoraProcess, cx: &mut Context<'_>) -> Result<
             ),
         );
     }
+    if let Some(underflow) = &rescaled.underflow {
+        // A few numbers among many that are much larger change nothing that could be seen.
+        let level = if underflow.share >= NOTABLE_SHARE {
+            "warn"
+        } else {
+            "info"
+        };
+        cx.log(level, underflow_message(underflow));
+    }
     let metadata = match process.replace_meta {
         true => {
             let mut metadata = replaced_metadata(process, cx);
@@ -67,6 +76,20 @@ pub(super) fn run(process: &RescaleLoraProcess, cx: &mut Context<'_>) -> Result<
         format!("{}: the LoRA times {}", result.name(), rescaling.factor),
     );
     Ok(Outcome::Completed)
+}
+
+/// From this share of a tensor's numbers on it is a warning that they became zero.
+const NOTABLE_SHARE: f64 = 0.01;
+
+/// What became zero, and what to do about it.
+fn underflow_message(underflow: &Underflow) -> String {
+    format!(
+        "{} numbers are too small for {} and became 0, most of them in `{}` ({:.1} % of its numbers): set `save_dtype: float32` to keep them",
+        underflow.numbers,
+        underflow.format,
+        underflow.worst,
+        underflow.share * 100.0
+    )
 }
 
 /// The metadata of `replace_meta: true`.

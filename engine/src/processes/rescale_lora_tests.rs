@@ -341,4 +341,51 @@ fn files_that_cannot_be_rescaled_are_one_clear_error() {
         &["`lora_unet_x` has no alpha", "up_down"],
     );
     check(&pair(60_000.0), usual, &["lora_unet_x.lora_", "float16", "float32"]);
+    check(&pair(f32::NAN), usual, &["lora_unet_x.lora_", "not finite", "damaged"]);
+    // float32 is no way out of float32.
+    let message = failure(&pair(3e38), "current_weight: 4, target_weight: 1, save_dtype: float32");
+    assert!(
+        message.contains("float32 cannot hold") && !message.contains("save_dtype"),
+        "{message}"
+    );
+}
+
+/// What the number format cannot hold is said: nothing is lost without a word.
+#[test]
+fn numbers_that_become_zero_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = dir.path().join("out.safetensors");
+    let down = |numbers: Vec<f32>| Tensor::from_vec(numbers, (2, 200), &Device::Cpu).unwrap();
+    let small = |count: usize| (0..400).map(|i| if i < count { 1e-9 } else { 0.5 }).collect();
+    let said = |numbers: Vec<f32>, keys: &str| {
+        let input = write(
+            &dir.path().join("in.safetensors"),
+            &[
+                ("lora_unet_x.lora_down.weight", down(numbers)),
+                // Zeros stay what they are.
+                ("lora_unet_x.lora_up.weight", tensor(0.0, &[4, 2])),
+            ],
+            &[],
+        );
+        let keys = format!("current_weight: 1, target_weight: 1, {keys}");
+        let (outcome, events) = run_spec(&spec(&rescale_job(&input, &output, &keys)));
+        assert_eq!(outcome, Outcome::Completed);
+        let of_log = |event: ChildEvent| match event {
+            ChildEvent::Log { level, message, .. } if message.contains("became 0") => Some((level, message)),
+            _ => None,
+        };
+        events.into_iter().find_map(of_log)
+    };
+    let (level, message) = said(small(400), "save_dtype: float16").unwrap();
+    assert_eq!(level, "warn");
+    let expected = "400 numbers are too small for float16 and became 0, most of them in `lora_unet_x.lora_down.weight` (100.0 % of its numbers)";
+    assert!(
+        message.contains(expected) && message.contains("save_dtype: float32"),
+        "{message}"
+    );
+    let (level, message) = said(small(1), "save_dtype: float16").unwrap();
+    assert_eq!(level, "info", "{message}");
+    for dtype in ["bfloat16", "float32"] {
+        assert_eq!(said(small(400), &format!("save_dtype: {dtype}")), None);
+    }
 }

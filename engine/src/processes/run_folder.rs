@@ -144,6 +144,24 @@ impl RunFolder {
         out
     }
 
+    /// The names of the saves of a training whose saves are folders, if those of this run are files, or the reverse.
+    pub(super) fn other_saves(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries
+            .filter(|entry| {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                let step = naming::step_of(&self.stem, &name);
+                match self.folders {
+                    true => name == naming::save_file(&self.stem, step),
+                    false => name == naming::save_folder(&self.stem, step) && entry.path().is_dir(),
+                }
+            })
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
     /// Removes old step saves and old checkpoints, after the save of `step`. Returns what is removed, including saves
     /// that another machine made and that are not on this disk. `keep`: this many step saves stay; 0: all.
     pub(crate) fn apply_retention(&self, keep: u64, step: u64, other: OtherSaves<'_>) -> Result<ExpiredSaves> {

@@ -41,7 +41,7 @@ mod write;
 
 pub(super) use image_batches::image_batches;
 pub use preview::{TrainingPreview, preview};
-pub use settings_check::check_settings;
+pub use settings_check::{check_image_adapter, check_settings};
 
 use super::context::{Context, LoadedModel};
 use super::non_finite::{MAX_NON_FINITE_STEPS, NON_FINITE_STEPS_BEFORE_SAVING_STOPS};

@@ -227,6 +227,13 @@ fn sections_that_are_not_supported_are_refused_by_name() {
             "partial_rotary_factor",
         ),
         (json!({"full_attention": {"rope_type": "default"}}), "full_attention"),
+        // A list is not read as the fields of the section in their order.
+        (json!([10_000.0, "linear"]), "expected an object, found a list"),
+        (
+            json!({"rope_type": "linear", "factor": "2"}),
+            "expected a number, found \"2\"",
+        ),
+        (json!("linear"), "expected an object, found \"linear\""),
     ] {
         for key in ["rope_parameters", "rope_scaling"] {
             let mut config = base.clone();

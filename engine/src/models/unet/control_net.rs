@@ -155,6 +155,21 @@ impl ControlNetConfig {
         &self.unet
     }
 
+    /// Whether it has a feature for each skip connection of a U-Net, and reads the same sizes and pooled text.
+    ///
+    /// # Errors
+    /// When a config is not supported.
+    pub fn has_layers_of(&self, unet: &UNetConfig) -> std::result::Result<bool, String> {
+        let layers = |config: &UNetConfig| -> std::result::Result<_, String> {
+            let widths = config.additional_embedding()?;
+            Ok((
+                config.block_params()?.layers,
+                widths.map(|widths| (widths.size, widths.inputs)),
+            ))
+        };
+        Ok(layers(&self.unet)? == layers(unet)?)
+    }
+
     /// Pixels of the control image for each latent, along each axis.
     #[must_use]
     pub fn pixels_per_latent(&self) -> usize {

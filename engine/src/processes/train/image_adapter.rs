@@ -2,16 +2,18 @@
 
 use super::super::context::Context;
 use super::super::save_files::replace_folder;
+use crate::adapters::is_finite;
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::families::{Model, write_adapter_folder};
 use crate::image_adapters::{self, AdapterRequest, ImageAdapter};
 use crate::optim::Param;
 use crate::weights::{Index, write_tensors};
+use aitk_common::attempt::FailureCause;
 use aitk_common::fsutil;
 use aitk_common::job::adapter::AdapterConfig;
 use aitk_common::job::process::TrainerProcess;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,6 +23,39 @@ pub(super) struct TrainedImageAdapter {
     adapter: Arc<dyn ImageAdapter>,
     /// All its tensors, in float32.
     params: Vec<Param>,
+    /// Where its weights are from, if the run does not resume.
+    beginning: String,
+}
+
+/// The error of an adapter to start from, with its key.
+pub(super) fn at_key(error: EngineError) -> EngineError {
+    match error {
+        EngineError::Stopped => error,
+        error if error.cause() == FailureCause::BadInput => {
+            EngineError::bad_input(format!("adapter.name_or_path: {error}"))
+        }
+        error => error,
+    }
+}
+
+/// Checks that every number in the files of an adapter is finite. Reads all of them, one tensor at a time.
+///
+/// # Errors
+/// When one is not: the error names its tensor. When the files cannot be read.
+pub(super) fn check_numbers(path: &Path) -> Result<()> {
+    let index = Index::open(path)?;
+    for (name, _) in index.tensors() {
+        if !is_finite(&index.read(name, DType::F32, &Device::Cpu)?)? {
+            return Err(EngineError::WeightsFile {
+                path: path.to_path_buf(),
+                reason: format!(
+                    "tensor `{name}` has numbers that are not finite (NaN or infinite): the file is damaged, or of a training that failed; use \
+                     another one"
+                ),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Checks that a new adapter fits the U-Net, from the names and shapes of a model. One that the config names is checked when it is loaded.
@@ -58,7 +93,14 @@ impl TrainedImageAdapter {
             seed,
             checkpointing,
         };
-        let adapter = image_adapters::find(config.kind)?.load(&request, &model.image_adapter_target()?)?;
+        let kind = image_adapters::find(config.kind)?;
+        let adapter = kind.load(&request, &model.image_adapter_target()?);
+        let adapter = match &path {
+            Some(path) => adapter
+                .and_then(|adapter| check_numbers(path).map(|()| adapter))
+                .map_err(at_key)?,
+            None => adapter?,
+        };
         let params: Vec<Param> = adapter
             .trained()
             .iter()
@@ -71,18 +113,27 @@ impl TrainedImageAdapter {
         cx.log(
             "info",
             format!(
-                "adapter: a `{}` of {:.1} million weights in {} tensors, {}",
+                "adapter: a `{}` of {:.1} million weights in {} tensors",
                 config.kind,
                 weights as f64 / 1e6,
                 params.len(),
-                match &path {
-                    Some(path) => format!("which begins as that of {}", path.display()),
-                    None => "made anew".to_owned(),
-                }
             ),
         );
         model.set_image_adapter(Arc::clone(&adapter))?;
-        Ok(Self { adapter, params })
+        let beginning = match &path {
+            Some(path) => format!("the adapter begins as that of {}", path.display()),
+            None => "the adapter is made anew".to_owned(),
+        };
+        Ok(Self {
+            adapter,
+            params,
+            beginning,
+        })
+    }
+
+    /// Where its weights are from in a run that does not resume, for the log.
+    pub(super) fn beginning(&self) -> &str {
+        &self.beginning
     }
 
     /// The trained parameters.

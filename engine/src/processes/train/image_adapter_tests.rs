@@ -108,6 +108,12 @@ fn a_controlnet_is_saved_as_a_folder_and_resumes_exactly() {
     assert_eq!(outcome, Outcome::stopped());
     let (outcome, second) = run_spec(&job);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+    // It is not said of a run that resumes.
+    assert!(
+        logs(&first).contains("made anew") && !logs(&second).contains("made anew"),
+        "{}",
+        logs(&second)
+    );
     assert_eq!([losses(&first), losses(&second)].concat(), expected);
     let folder = |root: &Path, name: &str| root.join("out/tiny").join(name);
     equal(&folder(whole.path(), "tiny"), &folder(parts.path(), "tiny"));
@@ -164,6 +170,7 @@ fn trainings_begin_with_the_weights_of_a_save() {
             "{}",
             logs(&events)
         );
+        assert!(!logs(&events).contains("made anew"), "{}", logs(&events));
         let same = |found: &BTreeMap<String, Tensor>| {
             assert!(found.keys().eq(before.keys()));
             found.iter().all(|(name, tensor)| gap(tensor, &before[name]) == 0.0)
@@ -177,9 +184,163 @@ fn trainings_begin_with_the_weights_of_a_save() {
             adapter.name_or_path = Some(copy.display().to_string());
         }
         let events = complete(process);
-        assert!(logs(&events).contains("which begins as that of"), "{}", logs(&events));
+        assert!(
+            logs(&events).contains("the adapter begins as that of"),
+            "{}",
+            logs(&events)
+        );
         assert!(same(&tensors(&save)), "{kind}");
     }
+}
+
+/// The weights of a save: a file, or that in its folder.
+fn weights_of(save: &Path) -> PathBuf {
+    match save.is_dir() {
+        true => save.join("diffusion_pytorch_model.safetensors"),
+        false => save.to_path_buf(),
+    }
+}
+
+/// Replaces a number of a file by one that is not finite.
+fn set_nan(path: &Path) {
+    let mut saved = tensors(path);
+    let first = saved.values_mut().next().unwrap();
+    *first = Tensor::full(f32::NAN, first.shape(), first.device()).unwrap();
+    let saved: std::collections::HashMap<String, Tensor> = saved.into_iter().collect();
+    candle_core::safetensors::save(&saved, path).unwrap();
+}
+
+/// A newest save that is damaged gives way to the one before it, as that of a LoRA does. Without another one the run starts anew.
+#[test]
+fn damaged_saves_give_way_to_older_ones() {
+    let damages: [&dyn Fn(&Path); 3] = [
+        &|path| {
+            let bytes = std::fs::read(path).unwrap();
+            std::fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
+        },
+        &|path| set_nan(path),
+        &|path| std::fs::remove_file(path).unwrap(),
+    ];
+    for kind in [AdapterType::T2i, AdapterType::ControlNet] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = adapter(dir.path(), kind, 6);
+        process.save.save_every = Some(2);
+        process.save.max_step_saves_to_keep = 3;
+        complete(process.clone());
+        let folder = dir.path().join("out/tiny");
+        std::fs::remove_dir_all(folder.join(".aitk")).unwrap();
+        let name = |step: u64| match kind {
+            AdapterType::T2i => format!("tiny_{step:09}.safetensors"),
+            _ => format!("tiny_{step:09}"),
+        };
+        for (damage, damaged) in [(0, vec![4]), (1, vec![4]), (2, vec![4]), (0, vec![2, 4])] {
+            let copy = tempfile::tempdir().unwrap();
+            let run = copy.path().join("tiny");
+            std::fs::create_dir(&run).unwrap();
+            for step in [2, 4] {
+                let (from, to) = (folder.join(name(step)), run.join(name(step)));
+                match from.is_dir() {
+                    true => crate::testing::copy_folder(&from, &to),
+                    false => drop(std::fs::copy(from, to).unwrap()),
+                }
+            }
+            for step in &damaged {
+                damages[damage](&weights_of(&run.join(name(*step))));
+            }
+            // A file that was removed is no save.
+            let skips = run.join(name(4)).exists();
+            process.training_folder = Some(copy.path().display().to_string());
+            let (outcome, events) = run_spec(&spec(process.clone()));
+            let logs = logs(&events);
+            assert_eq!(outcome, Outcome::Completed, "{logs}");
+            let said = logs.contains("skipping a save that cannot be read");
+            assert_eq!(said, skips, "{kind}, {damage}: {logs}");
+            let expected = match damaged.contains(&2) {
+                true => "the adapter is made anew",
+                false => "(step 2), with a fresh optimizer",
+            };
+            assert!(logs.contains(expected), "{kind}, {damage}: {logs}");
+        }
+    }
+}
+
+/// Saves of a T2I-Adapter are files and those of a ControlNet are folders.
+#[test]
+fn a_checkpoint_of_the_other_type_is_an_error_that_names_the_saves() {
+    for (kind, other, save) in [
+        (AdapterType::T2i, AdapterType::ControlNet, "such as tiny.safetensors"),
+        (AdapterType::ControlNet, AdapterType::T2i, "such as tiny,"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        complete(adapter(dir.path(), kind, 2));
+        let error = failure(&adapter(dir.path(), other, 4));
+        assert!(error.contains(save) && error.contains("are of another type"), "{error}");
+    }
+}
+
+/// The check before a run and the run itself name the key and the file.
+#[test]
+fn an_adapter_to_start_from_that_cannot_be_used_is_an_error_at_its_key() {
+    use crate::processes::check_image_adapter;
+    use aitk_common::model_files::PartPaths;
+    let model = fixtures().join("tiny_sd");
+    for kind in [AdapterType::T2i, AdapterType::ControlNet] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = adapter(dir.path(), kind, 1);
+        process.save.save_every = None;
+        complete(process.clone());
+        let name = match kind {
+            AdapterType::T2i => "tiny.safetensors",
+            _ => "tiny",
+        };
+        let save = dir.path().join("out/tiny").join(name);
+        let check = |process: &TrainerProcess, path: &Path, with_model: bool| {
+            let parts = PartPaths::default();
+            let model = with_model.then_some((model.as_path(), &parts));
+            check_image_adapter(process, path, model).map_err(|error| error.to_string())
+        };
+        for with_model in [true, false] {
+            assert_eq!(check(&process, &save, with_model), Ok(()), "{kind}");
+        }
+        set_nan(&weights_of(&save));
+        let mut from = |path: &Path, says: &str, without_model: bool| {
+            process.adapter.as_mut().unwrap().name_or_path = Some(path.display().to_string());
+            process.training_folder = Some(dir.path().join("other").display().to_string());
+            let error = failure(&process);
+            assert_eq!(check(&process, path, true).unwrap_err(), error);
+            assert!(
+                error.starts_with("adapter.name_or_path: ") && error.contains(says),
+                "{kind}: {error}"
+            );
+            assert_eq!(check(&process, path, false).is_err(), without_model, "{kind}, {says}");
+        };
+        from(&save, "not finite", true);
+        // A whole model is named as what it is, at the key of the adapter.
+        from(&model, "is a whole model", true);
+        let xl = adapter_of_sdxl(&dir.path().join("xl"), kind);
+        from(&xl, "", false);
+    }
+}
+
+/// A training for the tiny SDXL.
+fn sdxl(root: &Path, kind: AdapterType, steps: u64) -> TrainerProcess {
+    let mut process = adapter(root, kind, steps);
+    process.model.arch = Arch::from(ArchName::Sdxl);
+    process.model.name_or_path = fixtures().join("tiny_sdxl").display().to_string();
+    if let Some(adapter) = &mut process.adapter {
+        adapter.channels = vec![8, 16, 16, 16];
+        adapter.downscale_factor = 4;
+    }
+    process
+}
+
+/// An adapter that was trained for the tiny SDXL.
+fn adapter_of_sdxl(root: &Path, kind: AdapterType) -> PathBuf {
+    complete(sdxl(root, kind, 1));
+    root.join("out/tiny").join(match kind {
+        AdapterType::T2i => "tiny.safetensors",
+        _ => "tiny",
+    })
 }
 
 #[test]
@@ -271,13 +432,7 @@ fn samples_are_conditioned_on_control_images() {
 fn adapters_of_sdxl_are_trained() {
     for kind in [AdapterType::T2i, AdapterType::ControlNet] {
         let dir = tempfile::tempdir().unwrap();
-        let mut process = adapter(dir.path(), kind, 2);
-        process.model.arch = Arch::from(ArchName::Sdxl);
-        process.model.name_or_path = fixtures().join("tiny_sdxl").display().to_string();
-        if let Some(adapter) = &mut process.adapter {
-            adapter.channels = vec![8, 16, 16, 16];
-            adapter.downscale_factor = 4;
-        }
+        let process = sdxl(dir.path(), kind, 2);
         let events = complete(process.clone());
         assert!(losses(&events).iter().all(|loss| loss.is_finite()));
         planned_and_saved(&process, &dir.path().join("out/tiny"));

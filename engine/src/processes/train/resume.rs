@@ -11,6 +11,7 @@ use super::checkpoint::{
     INTERRUPTED_KEY, KEPT_KEY, NON_FINITE_KEY, REQUESTED_KEY, START_KEY, STATE_VERSION, UNMEASURED_KEY, WORD_KEY,
 };
 use super::embedding::TrainedEmbedding;
+use super::image_adapter::check_numbers;
 use super::merging::MERGED_ROLE;
 use super::run::Run;
 use super::target::TrainedParameters;
@@ -18,7 +19,7 @@ use crate::adapters::{AdapterFile, saved_since};
 use crate::error::{EngineError, Result};
 use crate::families::saved_step;
 use crate::training::{SharedLearnedSnr, Trainer};
-use crate::weights::read_tensors;
+use crate::weights::{Index, read_tensors};
 use aitk_common::attempt::{AttemptSpec, FailureCause};
 use aitk_common::checkpoint::Checkpoint;
 use candle_core::Tensor;
@@ -88,16 +89,8 @@ impl Run<'_> {
                 "info",
                 format!("resuming from the checkpoint of step {}", self.start_step),
             );
-        } else if !self.resume_from_run_folder(cx)?
-            && let Some(path) = self
-                .process
-                .network
-                .as_ref()
-                .and_then(|n| n.pretrained_lora_path.as_deref())
-        {
-            let path = cx.local_path(path)?;
-            self.load_lora(&AdapterFile::open(&path)?, cx)?;
-            cx.log("info", format!("starting from the weights of {}", path.display()));
+        } else if !self.resume_from_run_folder(cx)? {
+            self.start_anew(cx)?;
         }
         if let Some(step) = self.process.train.start_step
             && self.configured_start_step != Some(step)
@@ -113,6 +106,20 @@ impl Run<'_> {
                 self.last_checkpoint = None;
             }
             self.start_step = step;
+        }
+        Ok(())
+    }
+
+    /// Starts with the weights that the config names, or with new ones.
+    fn start_anew(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        if let TrainedParameters::ImageAdapter(adapter) = &self.target {
+            cx.log("info", adapter.beginning().to_owned());
+        }
+        let network = self.process.network.as_ref();
+        if let Some(path) = network.and_then(|network| network.pretrained_lora_path.as_deref()) {
+            let path = cx.local_path(path)?;
+            self.load_lora(&AdapterFile::open(&path)?, cx)?;
+            cx.log("info", format!("starting from the weights of {}", path.display()));
         }
         Ok(())
     }
@@ -179,8 +186,12 @@ impl Run<'_> {
             (Some((problem, _)), Some(_)) => cx.log("warn", format!("{problem}; trying the newest save instead")),
             // A run that started anew would remove this checkpoint with its first one.
             (Some((problem, error)), None) if error.cause() == FailureCause::BadInput => {
+                let no_save = match self.folder.other_saves().first() {
+                    None => "there is no save".to_owned(),
+                    Some(other) => format!("the saves there, such as {other}, are of another type"),
+                };
                 return Err(EngineError::bad_input(format!(
-                    "{problem}, and there is no save: undo the change of the config, give the run another `config.name`, or move {} away",
+                    "{problem}, and {no_save}: undo the change of the config, give the run another `config.name`, or move {} away",
                     self.folder.path.display()
                 )));
             }
@@ -240,8 +251,8 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// The newest save of the run folder by step. The step in the file has precedence over the one in its name. Of the other saves only the
-    /// headers are read.
+    /// The newest save of the run folder by step that can be read. The step in the file has precedence over the one in its name. Of older
+    /// saves only the headers are read.
     fn newest_save(&self, cx: &mut Context<'_>) -> Option<NewestSave> {
         let is_adapter = matches!(self.target, TrainedParameters::Adapter(_)) && !self.process.merges_network();
         let mut skip = |error: EngineError| cx.log("warn", format!("skipping a save that cannot be read: {error}"));
@@ -251,9 +262,9 @@ impl Run<'_> {
                 TrainedParameters::Adapter(_) if is_adapter => {
                     AdapterFile::open_layout(&path).map(|file| file.training_info().map(|(step, _)| step))
                 }
-                TrainedParameters::Adapter(_) | TrainedParameters::Model(_) | TrainedParameters::ImageAdapter(_) => {
-                    saved_step(&path)
-                }
+                TrainedParameters::Adapter(_) | TrainedParameters::Model(_) => saved_step(&path),
+                // In a folder the step is not in the file of the weights.
+                TrainedParameters::ImageAdapter(_) => Index::open(&path).and_then(|_| saved_step(&path)),
                 // It has the vectors of one word.
                 TrainedParameters::Embedding(_) => TrainedEmbedding::saved_step(&path),
             };
@@ -264,7 +275,11 @@ impl Run<'_> {
         }
         saves.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
         for (step, path) in saves {
-            let adapter = match is_adapter.then(|| AdapterFile::open(&path)).transpose() {
+            let read = match self.target {
+                TrainedParameters::ImageAdapter(_) => check_numbers(&path).map(|()| None),
+                _ => is_adapter.then(|| AdapterFile::open(&path)).transpose(),
+            };
+            let adapter = match read {
                 Ok(adapter) => adapter,
                 Err(error) => {
                     skip(error);

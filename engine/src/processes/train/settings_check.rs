@@ -1,9 +1,12 @@
 //! Checks the settings of a training that depend on the model: from its configs, names and shapes, before anything is loaded.
 
+use super::image_adapter::{at_key, check_numbers};
 use super::{objective, samples, size_check, target};
 use crate::adapters::AdapterFile;
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families;
+use crate::image_adapters::{self, AdapterRequest};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::model_files::PartPaths;
 use std::path::Path;
@@ -38,6 +41,35 @@ pub fn check_settings(
         return Ok(());
     }
     target::check(process, &mut *model, ranks_file.as_ref())
+}
+
+/// Checks that the adapter of images at `path` is one of the type of the config, has finite numbers, and fits the model. Of the model it reads
+/// configs, names and shapes, of the adapter every number. `model`: the path of the base model, and where parts come from that it does not
+/// have. `None`: it is not on this machine.
+///
+/// # Errors
+/// The error with which the training would end after loading the model, with the key of the adapter before it; or an error of the model.
+pub fn check_image_adapter(process: &TrainerProcess, path: &Path, model: Option<(&Path, &PartPaths)>) -> Result<()> {
+    let Some(config) = &process.adapter else {
+        return Ok(());
+    };
+    let arch = process.model.arch.name;
+    let fits = match model {
+        None => image_adapters::check_files(config, path, arch),
+        Some((model, parts)) => {
+            let model = families::load_without_weights(model, arch, parts)?;
+            let request = AdapterRequest {
+                config,
+                arch,
+                path: Some(path),
+                seed: 0,
+                checkpointing: Checkpointing::Off,
+            };
+            let target = model.image_adapter_target()?;
+            image_adapters::find(config.kind).and_then(|kind| kind.check(&request, &target))
+        }
+    };
+    fits.and_then(|()| check_numbers(path)).map_err(at_key)
 }
 
 #[cfg(test)]

@@ -1,0 +1,71 @@
+//! What the files at `adapter.name_or_path` are, if they are not of the adapter that the config asks for.
+
+use aitk_common::job::adapter::AdapterType;
+use aitk_common::model_files::{Inventory, ModelFileKind, identify, parse_json};
+use std::path::Path;
+
+/// The beginning of the names of a T2I-Adapter's tensors.
+const T2I_NAMES: &str = "adapter.";
+/// The beginning of the names of a ControlNet's tensors in its first release.
+const FIRST_NAMES: &str = "control_model.";
+
+/// Why a file or folder is not the adapter of diffusers' class `class_name`. `None`: it may be one; what its `config.json` says is checked
+/// when that is read, and whether it can be read when it is opened.
+pub(super) fn identity_problem(path: &Path, kind: AdapterType, class_name: &str) -> Option<String> {
+    let files = Inventory::open(path);
+    let has = |start: &str| {
+        let mut names = files.weights.values().flat_map(|weights| weights.shapes.keys());
+        names.any(|name| name.starts_with(start))
+    };
+    let has_class = files
+        .configs
+        .get("config.json")
+        .is_some_and(|config| config.contains_key("_class_name"));
+    let expected = format!("expected a {class_name}, because of `adapter.type: {kind}`");
+    let instead = "give its folder with `config.json`, or its .safetensors file with the names of diffusers".to_owned();
+    let shown = path.display();
+    match identify(&files) {
+        ModelFileKind::Model { family, evidence, .. } => {
+            let is_whole = !path.is_dir() || path.join("model_index.json").is_file();
+            let what = if is_whole {
+                "a whole model"
+            } else {
+                "the denoiser of a model"
+            };
+            let instead = match subfolder(path, &files, class_name) {
+                Some(folder) => format!(
+                    "its {class_name} is the folder {folder}: give {}",
+                    path.join(&folder).display()
+                ),
+                None => format!("{instead}; without this key a new one is made"),
+            };
+            Some(format!(
+                "{shown} is {what}, {family} ({evidence}): {expected}; {instead}"
+            ))
+        }
+        // The error about the config says it.
+        ModelFileKind::Other { .. } if has_class => None,
+        ModelFileKind::Other { evidence, .. } if kind == AdapterType::ControlNet && has(FIRST_NAMES) => Some(format!(
+            "{shown} has the names of the first release of ControlNets ({evidence}): {expected}; {instead}"
+        )),
+        ModelFileKind::Other { what, .. } if kind == AdapterType::ControlNet && what == "a ControlNet" => None,
+        ModelFileKind::Other { what, evidence } => {
+            Some(format!("{shown} is {what} ({evidence}): {expected}; {instead}"))
+        }
+        ModelFileKind::Unknown { .. } if kind == AdapterType::ControlNet && has(T2I_NAMES) => Some(format!(
+            "{shown} is a T2IAdapter (it has tensors `{T2I_NAMES}…`): {expected}; {instead}"
+        )),
+        ModelFileKind::Unknown { .. } | ModelFileKind::Pickle { .. } => None,
+    }
+}
+
+/// The direct subfolder of a model that is of this class.
+fn subfolder(path: &Path, files: &Inventory, class_name: &str) -> Option<String> {
+    let folders = files.names.iter().filter_map(|name| name.strip_suffix("/config.json"));
+    let mut folders = folders.filter(|folder| {
+        let text = crate::models::config::read_text(&path.join(folder).join("config.json"));
+        let json = text.ok().and_then(|text| parse_json(&text).ok());
+        json.is_some_and(|json| json["_class_name"] == class_name)
+    });
+    folders.next().map(str::to_owned)
+}
