@@ -81,14 +81,9 @@ impl T2iAdapterConfig {
                 config.downscale_factor
             ));
         }
-        if config.channels.is_empty() {
-            return Err("`channels` is empty".into());
-        }
-        match config.in_channels {
-            3 => Ok(config),
-            other => Err(format!(
-                "`in_channels` is {other}, expected 3: control images have red, green and blue"
-            )),
+        match config.channels.is_empty() {
+            true => Err("`channels` is empty".into()),
+            false => Ok(config),
         }
     }
 
