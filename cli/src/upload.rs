@@ -233,9 +233,45 @@ impl Upload {
     }
 }
 
+/// When an upload that broke is attempted again.
+struct Retries {
+    /// Attempts since the upload last got further.
+    attempts: u32,
+    next_pause: Duration,
+    /// The most bytes that have arrived so far.
+    furthest: u64,
+}
+
+impl Retries {
+    fn new() -> Self {
+        Self {
+            attempts: 1,
+            next_pause: FIRST_PAUSE,
+            furthest: 0,
+        }
+    }
+
+    /// The pause before the next attempt; `None` if there is none.
+    fn next_pause(&mut self) -> Option<Duration> {
+        let pause = self.next_pause;
+        self.next_pause *= 2;
+        self.attempts += 1;
+        (self.attempts <= MAX_ATTEMPTS).then_some(pause)
+    }
+
+    /// Takes note of how many bytes have arrived. An upload that gets further than ever before is continued however often it breaks.
+    fn arrived(&mut self, bytes: u64) {
+        if bytes > self.furthest {
+            *self = Self {
+                furthest: bytes,
+                ..Self::new()
+            };
+        }
+    }
+}
+
 async fn send_one(api: &Api, hash: ContentHash, bytes: u64, source: &Source, sent: &AtomicI64) -> Result<(), Failure> {
-    let mut pause = FIRST_PAUSE;
-    let (mut attempt, mut offset) = (1, 0);
+    let (mut retries, mut offset) = (Retries::new(), 0);
     loop {
         let sent_in_attempt = AtomicI64::new(0);
         match Box::pin(try_send(api, hash, (offset, bytes), source, &sent_in_attempt, sent)).await {
@@ -244,17 +280,15 @@ async fn send_one(api: &Api, hash: ContentHash, bytes: u64, source: &Source, sen
                 sent.fetch_sub(sent_in_attempt.load(Ordering::Relaxed), Ordering::Relaxed);
                 offset = 0;
             }
-            Err(SendError::Failure(failure)) if failure.exit == Exit::Unreachable && attempt < MAX_ATTEMPTS => {
+            Err(SendError::Failure(failure)) if failure.exit == Exit::Unreachable => {
+                let Some(pause) = retries.next_pause() else {
+                    return Err(failure);
+                };
                 sent.fetch_sub(sent_in_attempt.load(Ordering::Relaxed), Ordering::Relaxed);
-                tracing::debug!(%failure, attempt, "upload broke off");
+                tracing::debug!(%failure, attempts = retries.attempts, "upload broke off");
                 tokio::time::sleep(pause).await;
-                (attempt, pause) = (attempt + 1, pause * 2);
-                let arrived = arrived(api, hash).await.min(bytes);
-                // An upload that gets further is continued however often it breaks.
-                if arrived > offset {
-                    (attempt, pause) = (1, FIRST_PAUSE);
-                }
-                offset = arrived;
+                offset = arrived(api, hash).await.min(bytes);
+                retries.arrived(offset);
             }
             Err(SendError::Failure(failure)) => return Err(failure),
             Ok(()) => return Ok(()),
@@ -335,7 +369,7 @@ async fn try_send(
 }
 
 /// Writes the pieces of a blob, from `offset` on, into a call. The function owns `pieces`, so the stream ends when it returns. After an
-/// error the stream is shorter than announced, and the store discards it.
+/// error the stream is shorter than announced, and the blob is not stored.
 async fn send_pieces(
     header: v1::PutBlobRequest,
     source: &Source,
@@ -390,4 +424,28 @@ async fn send_pieces(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attempts_begin_anew_only_for_an_upload_that_gets_further_than_ever() {
+        let mut retries = Retries::new();
+        assert_eq!(retries.next_pause(), Some(FIRST_PAUSE));
+        retries.arrived(5);
+        assert_eq!(retries.next_pause(), Some(FIRST_PAUSE));
+        // It was sent from the beginning again, and broke at the same place.
+        let mut pauses = 1;
+        loop {
+            retries.arrived(0);
+            retries.arrived(5);
+            match retries.next_pause() {
+                Some(_) => pauses += 1,
+                None => break,
+            }
+        }
+        assert_eq!(pauses, MAX_ATTEMPTS - 1);
+    }
 }

@@ -33,8 +33,12 @@ pub const LEADER_HEADER: &str = "aitk-leader";
 
 /// In the response of a coordinator whose storage is full: `full`. The client may retry later.
 pub const STORAGE_HEADER: &str = "aitk-storage";
-/// In the response to a call that came at a bad moment, as with too many calls at once: `later`. The same call may succeed soon.
+/// In the response to a call that failed: whether the same call may succeed, where its code does not say so. [`RETRY_LATER`] or [`RETRY_NEVER`].
 pub const RETRY_HEADER: &str = "aitk-retry";
+/// The call came at a bad moment, as with too many calls at once. The same call may succeed soon.
+pub const RETRY_LATER: &str = "later";
+/// The same call will fail again, because the coordinator's storage refuses the request for good.
+pub const RETRY_NEVER: &str = "never";
 
 /// The size limit of a message in bytes: a config of 4 MiB with its parsed form, and a reserve.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;

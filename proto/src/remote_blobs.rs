@@ -6,7 +6,7 @@
 use crate::client::{AuthChannel, Clients};
 use crate::v1;
 use crate::v1::blobs_client::BlobsClient;
-use crate::{BLOB_CHUNK_BYTES, RETRY_HEADER, STORAGE_HEADER, is_unusable_offset, upload_name};
+use crate::{BLOB_CHUNK_BYTES, RETRY_HEADER, RETRY_NEVER, STORAGE_HEADER, is_unusable_offset, upload_name};
 use aitk_common::backoff::Backoff;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
@@ -83,7 +83,10 @@ fn is_retryable(status: &Status) -> bool {
         status.code(),
         Code::Unavailable | Code::DeadlineExceeded | Code::Unknown | Code::Cancelled | Code::Aborted | Code::Internal
     );
-    is_outage || status.metadata().contains_key(RETRY_HEADER)
+    match status.metadata().get(RETRY_HEADER) {
+        Some(value) => value != RETRY_NEVER,
+        None => is_outage,
+    }
 }
 
 impl RemoteBlobs {
@@ -532,6 +535,7 @@ impl BlobStore for RemoteBlobs {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::RETRY_LATER;
 
     /// Calls that fail this many times, each after `more` further bytes. Returns how often it was called.
     async fn calls(failures: u32, more: u64) -> (Result<(), StorageError>, u32) {
@@ -592,8 +596,23 @@ mod tests {
         // Too many calls at once: the same call may succeed soon.
         let mut busy = Status::resource_exhausted("no");
         assert!(!is_retryable(&busy));
-        busy.metadata_mut().insert(RETRY_HEADER, "later".parse().unwrap());
+        busy.metadata_mut().insert(RETRY_HEADER, RETRY_LATER.parse().unwrap());
         assert!(is_retryable(&busy));
+    }
+
+    /// A broken connection has the code `internal` too. Before, the refusal counted as an outage, and the job was tried again for ever.
+    #[test]
+    fn a_permanent_error_of_the_coordinators_storage_is_not_an_outage() {
+        let mut refused = Status::internal("400 Bad Request");
+        assert!(is_retryable(&refused));
+        refused
+            .metadata_mut()
+            .insert(RETRY_HEADER, RETRY_NEVER.parse().unwrap());
+        assert!(!is_retryable(&refused));
+        let StorageError::Failed { message, .. } = final_error("store a blob", None, &refused) else {
+            panic!("a refusal");
+        };
+        assert_eq!(message, "through the coordinator: 400 Bad Request");
     }
 
     #[tokio::test]

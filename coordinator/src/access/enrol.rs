@@ -7,10 +7,9 @@ use super::enrolments::{
 };
 use super::error::{AccessError, AuthenticationError};
 use super::identity::{Identity, address};
-use super::records::WORKER_OWNER;
 use super::token_guess_limit;
 use crate::pki::{Signer, wall_clock};
-use crate::store::AuditLine;
+use crate::store::{AuditLine, WORKER_OWNER};
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
@@ -213,6 +212,9 @@ impl Access {
             // The owner of this id is set when the worker registers; here, an id of another owner is refused.
             Some(worker) => match self.owner_of(&worker).await {
                 Some(owner) if owner != name => return Err(AccessError::NotYours(worker.to_string()).into()),
+                None if known.is_of_other(&worker, &name) => {
+                    return Err(AccessError::NotYours(worker.to_string()).into());
+                }
                 _ => worker,
             },
         };

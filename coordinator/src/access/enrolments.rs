@@ -6,6 +6,7 @@
 //! stores the newest date.
 
 use super::error::AccessError;
+use crate::pki::wall_clock;
 use crate::store::{AdminRecord, Store};
 use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
@@ -182,6 +183,15 @@ impl Enrolments {
     pub(super) fn put_join(&self, join: JoinToken) {
         let mut joins = self.joins.write().unwrap_or_else(PoisonError::into_inner);
         joins.insert(join.sha256, join);
+    }
+
+    /// Whether a valid certificate names this worker id and another name.
+    pub(super) fn is_of_other(&self, worker: &WorkerId, name: &UserName) -> bool {
+        let all = self.enrolments.read().unwrap_or_else(PoisonError::into_inner);
+        let (mut all, now) = (all.values(), wall_clock());
+        all.any(|other| {
+            other.worker == *worker && other.name != *name && other.revoked.is_none() && now < other.expires
+        })
     }
 
     pub(super) fn all(&self) -> Vec<Enrolment> {

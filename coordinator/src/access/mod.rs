@@ -21,10 +21,10 @@ pub(crate) use records::TokenRecord;
 pub(crate) use token_guess_limit::network_of;
 
 use identity::{DATA_FOLDER_TOKEN_ID, address};
-use records::{TOKEN, WORKER_OWNER, read_worker_owner};
+use records::{TOKEN, read_worker_owner};
 
 use crate::clock::Clock;
-use crate::store::{AuditLine, Store};
+use crate::store::{AuditLine, Store, WORKER_OWNER};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::join;
@@ -75,6 +75,8 @@ struct Inner {
     revoked: watch::Sender<u64>,
     /// Owner of each worker id.
     machines: tokio::sync::Mutex<HashMap<WorkerId, UserName>>,
+    /// Shared by registrations, from the claim of the worker id until the scheduler has the event; exclusive while a worker is removed.
+    registrations: Arc<tokio::sync::RwLock<()>>,
     enrolments: Enrolments,
 }
 
@@ -111,6 +113,7 @@ impl Access {
             lost_lines: AtomicU64::new(0),
             revoked: watch::Sender::new(0),
             machines: tokio::sync::Mutex::new(machines),
+            registrations: Arc::default(),
             enrolments,
         });
         let weak = Arc::downgrade(&inner);

@@ -41,10 +41,6 @@ impl TokenRecord {
     }
 }
 
-/// Kind of the document that names a worker's owner. Its id is the worker id, its record the owner's name as a JSON
-/// string.
-pub(super) const WORKER_OWNER: &str = "machine";
-
 /// Reads a worker's owner from its document.
 pub(super) fn read_worker_owner(document: &AdminRecord) -> Result<(WorkerId, UserName), AccessError> {
     let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;

@@ -147,7 +147,7 @@ impl BlobsApi {
         let key = UploadKey::new(who, &header.upload, hash)?;
         if header.offset > 0 {
             let kept = match &key {
-                Some(key) => uploads.take(key, header.bytes, header.offset).await,
+                Some(key) => uploads.take(key, header.bytes, header.offset).await?,
                 None => None,
             };
             let kept = kept.ok_or_else(|| {
@@ -178,9 +178,13 @@ impl BlobsApi {
     /// Reserves disk space for the bytes that an upload still has to send.
     fn reserve_space(&self, bytes: u64, missing: u64) -> Result<SpaceReservation, Status> {
         let reserved = self.0.space.reserve_upload(missing);
-        let reserved = reserved.or_else(|space| match self.0.unfinished_uploads.discard_all() {
-            true => self.0.space.reserve_upload(missing),
-            false => Err(space),
+        // A sender may announce any size, so kept uploads are removed only where that is enough.
+        let reserved = reserved.or_else(|space| {
+            let lacking = missing.saturating_add(space.reserve).saturating_sub(space.free);
+            match self.0.unfinished_uploads.discard_to_free(lacking) {
+                true => self.0.space.reserve_upload(missing),
+                false => Err(space),
+            }
         });
         reserved.map_err(|space| {
             storage_full_status(format!(
@@ -208,7 +212,10 @@ impl BlobsApi {
         }
         let mut upload = self.begin_upload(who, &visible, &header, hash).await?;
         // Acquired before the file is created, so that the disk holds a bounded number of files.
-        let permit = self.0.uploads.permit(&who.name).await;
+        let permit = tokio::select! {
+            permit = self.0.uploads.permit(&who.name) => permit,
+            () = upload.taken_over() => return Err(taken_over_status()),
+        };
         let _permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
         let _space = self.reserve_space(header.bytes, header.bytes.saturating_sub(header.offset))?;
         self.receive_data(who, header.bytes, &mut parts, &mut upload).await?;
@@ -220,12 +227,9 @@ impl BlobsApi {
             return Err(refused);
         }
         let _pin_guard = self.0.pins.pin(vec![hash]).await;
-        // The storage verifies the hash.
-        let stored = tokio::select! {
-            stored = self.0.blobs.put_file(hash, upload.path()) => stored,
-            () = upload.taken_over() => return Err(taken_over_status()),
-        };
-        if let Err(error) = stored {
+        // The storage verifies the hash. No other call takes the upload over meanwhile: it would have it stored from the beginning, and of two
+        // calls that take it from each other none would end.
+        if let Err(error) = self.0.blobs.put_file(hash, upload.path()).await {
             // While the storage does not answer, the bytes are kept for the next try.
             if !error.is_transient() {
                 upload.discard();

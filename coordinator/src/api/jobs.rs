@@ -3,7 +3,7 @@
 use super::auth::{caller, same_machine};
 use super::follow::{EventStream, WIRE_BUFFER, event_stream, stream_events};
 use super::new_job::new_job;
-use super::shared::Shared;
+use super::shared::{Shared, run_to_end};
 use super::status::{refusal_status, store_status, token_ended_status};
 use crate::access::Identity;
 use crate::job_size_limit;
@@ -395,12 +395,20 @@ impl Jobs for JobsApi {
         let worker = request.into_inner().worker;
         let line = who.audit_line(self.0.clock.wall_time(), "worker.forget", &worker);
         let forget = |ticket| Event::ForgetWorkerRequested { ticket, worker };
-        match self.submit_event(Box::new(line), forget).await? {
-            Reply::Worker(view) => Ok(Response::new((*view).into())),
-            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal(
-                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
-            )),
-        }
+        let api = self.clone();
+        let forget = async move {
+            let guard = api.0.access.lock_registrations().await;
+            match api.submit_event(Box::new(line), forget).await? {
+                Reply::Worker(view) => {
+                    api.0.access.remove_owner(guard, &view.id).await;
+                    Ok(Response::new((*view).into()))
+                }
+                Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal(
+                    "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+                )),
+            }
+        };
+        run_to_end(forget).await
     }
 
     type EventsStream = EventStream;

@@ -6,7 +6,7 @@ use crate::scheduler_task::SchedulerStopped;
 use crate::store::StoreError;
 use aitk_common::error_chain::error_chain;
 use aitk_common::storage::StorageError;
-use aitk_proto::{RETRY_HEADER, STORAGE_HEADER};
+use aitk_proto::{RETRY_HEADER, RETRY_LATER, RETRY_NEVER, STORAGE_HEADER};
 use aitk_scheduler::Refusal;
 use tonic::Status;
 use tonic::metadata::MetadataValue;
@@ -78,7 +78,7 @@ pub(super) fn busy_status(text: String) -> Status {
     let mut status = Status::resource_exhausted(text);
     status
         .metadata_mut()
-        .insert(RETRY_HEADER, MetadataValue::from_static("later"));
+        .insert(RETRY_HEADER, MetadataValue::from_static(RETRY_LATER));
     status
 }
 
@@ -95,6 +95,43 @@ pub(crate) fn storage_status(error: &StorageError) -> Status {
         StorageError::Denied { .. } => Status::permission_denied(text),
         StorageError::Local(_) => Status::resource_exhausted(text),
         StorageError::Unsupported { .. } => Status::unimplemented(text),
-        _ => Status::internal(text),
+        // Without the header, a worker takes `internal` for an outage, which never counts against a job: it would be tried again for ever.
+        StorageError::Unauthenticated { .. }
+        | StorageError::Address { .. }
+        | StorageError::Name(_)
+        | StorageError::Malformed { .. }
+        | StorageError::Failed { .. } => permanent_status(text),
+    }
+}
+
+/// Status for an error that the same call will have again: marked with a header, so that clients do not retry.
+fn permanent_status(text: String) -> Status {
+    let mut status = Status::internal(text);
+    status
+        .metadata_mut()
+        .insert(RETRY_HEADER, MetadataValue::from_static(RETRY_NEVER));
+    status
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_permanent_error_of_the_storage_is_marked_and_an_outage_is_not() {
+        let (what, message) = ("store a blob", "400 Bad Request".to_owned());
+        let failed = storage_status(&StorageError::Failed {
+            what,
+            message: message.clone(),
+        });
+        assert_eq!(failed.code(), tonic::Code::Internal);
+        assert_eq!(failed.metadata().get(RETRY_HEADER).unwrap(), RETRY_NEVER);
+        let unavailable = storage_status(&StorageError::Unavailable {
+            what,
+            after: std::time::Duration::from_secs(9),
+            message,
+        });
+        assert_eq!(unavailable.code(), tonic::Code::Unavailable);
+        assert!(!unavailable.metadata().contains_key(RETRY_HEADER));
     }
 }

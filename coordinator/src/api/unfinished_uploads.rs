@@ -136,6 +136,15 @@ impl Entries {
         }
     }
 
+    /// How much of the disk the kept uploads take.
+    fn kept_bytes(&self) -> u64 {
+        let kept = self.by_key.values().map(|entry| match entry {
+            Entry::Kept { upload, .. } => upload.received,
+            Entry::Active(_) => 0,
+        });
+        kept.sum()
+    }
+
     fn has_kept(&self) -> bool {
         let mut entries = self.by_key.values();
         entries.any(|entry| matches!(entry, Entry::Kept { .. }))
@@ -179,7 +188,20 @@ impl UnfinishedUploads {
 
     /// Takes an upload of `bytes` bytes, to continue it at `offset`; from the call that still receives it, if there is one. `None`: there is
     /// no such upload with so many bytes.
-    pub(super) async fn take(&self, key: &UploadKey, bytes: u64, offset: u64) -> Option<PartialUpload> {
+    ///
+    /// # Errors
+    /// `unavailable` if that call does not give it up within [`TAKEOVER_TIMEOUT`], because the storage is storing it. Nothing is lost.
+    pub(super) async fn take(&self, key: &UploadKey, bytes: u64, offset: u64) -> Result<Option<PartialUpload>, Status> {
+        self.take_within(TAKEOVER_TIMEOUT, key, bytes, offset).await
+    }
+
+    async fn take_within(
+        &self,
+        timeout: Duration,
+        key: &UploadKey,
+        bytes: u64,
+        offset: u64,
+    ) -> Result<Option<PartialUpload>, Status> {
         let taken = async {
             loop {
                 let released = self.0.released.notified();
@@ -191,12 +213,14 @@ impl UnfinishedUploads {
                 released.await;
             }
         };
-        let mut upload = tokio::time::timeout(TAKEOVER_TIMEOUT, taken).await.ok().flatten()?;
-        if upload.bytes != bytes || upload.received < offset {
-            return None;
-        }
-        upload.received = offset;
-        Some(upload)
+        let taken = tokio::time::timeout(timeout, taken).await;
+        let taken =
+            taken.map_err(|_| Status::unavailable("another call is storing this upload; send it again in a moment"))?;
+        let usable = taken.filter(|upload| upload.bytes == bytes && upload.received >= offset);
+        Ok(usable.map(|upload| PartialUpload {
+            received: offset,
+            ..upload
+        }))
     }
 
     /// Takes an upload, if there is one.
@@ -226,9 +250,10 @@ impl UnfinishedUploads {
         self.0.lock().remove(|other, _| other.sender == sender) > 0
     }
 
-    /// Removes all kept uploads, to free disk space. Returns whether there were any.
-    pub(super) fn discard_all(&self) -> bool {
-        self.0.lock().remove(|_, _| true) > 0
+    /// Removes all kept uploads, if that frees so many bytes of the disk. Returns whether there were any.
+    pub(super) fn discard_to_free(&self, bytes: u64) -> bool {
+        let mut entries = self.0.lock();
+        entries.kept_bytes() >= bytes && entries.remove(|_, _| true) > 0
     }
 
     /// Begins to receive an upload, which is kept if the call breaks and `key` is set.
@@ -253,6 +278,7 @@ impl UnfinishedUploads {
         }
     }
 
+    /// Keeps the upload of a call that ended, in the place of its [`Entry::Active`]: at no moment it looks as if nothing had arrived.
     fn keep(&self, key: UploadKey, upload: PartialUpload) {
         let mut entries = self.0.lock();
         entries.make_room(MAX_KEPT_PER_SENDER, |other| other.sender == key.sender);
@@ -327,9 +353,11 @@ impl ReceivingUpload {
 impl Drop for ReceivingUpload {
     fn drop(&mut self) {
         let Some(key) = self.key.take() else { return };
-        self.uploads.0.lock().by_key.remove(&key);
-        if let Some(upload) = self.upload.take().filter(|upload| upload.received > 0) {
-            self.uploads.keep(key, upload);
+        match self.upload.take().filter(|upload| upload.received > 0) {
+            Some(upload) => self.uploads.keep(key, upload),
+            None => {
+                self.uploads.0.lock().by_key.remove(&key);
+            }
         }
         self.uploads.0.released.notify_waiters();
     }
@@ -365,11 +393,11 @@ mod tests {
         let (of_ada, of_eve) = (key("ada", "a"), key("eve", "a"));
         break_off(&uploads, folder.path(), &of_ada, "1.part");
         assert_eq!((uploads.received(&of_ada), uploads.received(&of_eve)), (3, 0));
-        assert!(uploads.take(&of_eve, 10, 3).await.is_none());
-        let upload = uploads.take(&of_ada, 10, 2).await.unwrap();
+        assert!(uploads.take(&of_eve, 10, 3).await.unwrap().is_none());
+        let upload = uploads.take(&of_ada, 10, 2).await.unwrap().unwrap();
         assert_eq!(upload.received, 2);
         // Nothing is left for another call, and a complete upload leaves no file.
-        assert!(uploads.take(&of_ada, 10, 2).await.is_none());
+        assert!(uploads.take(&of_ada, 10, 2).await.unwrap().is_none());
         let mut receiving = uploads.begin(Some(of_ada.clone()), upload);
         receiving.add(8);
         assert_eq!(receiving.received(), 10);
@@ -384,7 +412,7 @@ mod tests {
         let uploads = UnfinishedUploads::default();
         for (bytes, offset) in [(10, 4), (11, 3)] {
             break_off(&uploads, folder.path(), &key("ada", "a"), "1.part");
-            assert!(uploads.take(&key("ada", "a"), bytes, offset).await.is_none());
+            assert!(uploads.take(&key("ada", "a"), bytes, offset).await.unwrap().is_none());
             assert!(!folder.path().join("1.part").exists());
         }
         let id = "x".repeat(MAX_ID_BYTES + 1);
@@ -401,7 +429,7 @@ mod tests {
         let mut stuck = uploads.begin(Some(of_ada.clone()), partial(folder.path(), "1.part"));
         stuck.add(3);
         let stuck = tokio::spawn(async move { stuck.taken_over().await });
-        let upload = uploads.take(&of_ada, 10, 3).await.unwrap();
+        let upload = uploads.take(&of_ada, 10, 3).await.unwrap().unwrap();
         stuck.await.unwrap();
         // A second call with the same key cannot be continued, and does not disturb the first.
         let first = uploads.begin(Some(of_ada.clone()), upload);
@@ -412,6 +440,57 @@ mod tests {
         assert_eq!(uploads.received(&of_ada), 3);
         drop(first);
         assert_eq!(uploads.received(&of_ada), 3);
+    }
+
+    /// Before, the sender was told that nothing had arrived, and sent the whole blob again.
+    #[tokio::test]
+    async fn an_upload_that_the_storage_is_storing_is_not_taken_and_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let uploads = UnfinishedUploads::default();
+        let of_ada = key("ada", "a");
+        let mut storing = uploads.begin(Some(of_ada.clone()), partial(folder.path(), "1.part"));
+        storing.add(10);
+        let refused = uploads.take_within(Duration::from_millis(10), &of_ada, 10, 10).await;
+        assert_eq!(refused.unwrap_err().code(), tonic::Code::Unavailable);
+        drop(storing);
+        assert!(uploads.take(&of_ada, 10, 10).await.unwrap().is_some());
+    }
+
+    #[test]
+    fn an_upload_whose_call_ends_has_arrived_at_every_moment() {
+        let folder = tempfile::tempdir().unwrap();
+        for number in 0..300 {
+            let uploads = UnfinishedUploads::default();
+            let of_ada = key("ada", "a");
+            let mut receiving = uploads.begin(Some(of_ada.clone()), partial(folder.path(), &number.to_string()));
+            receiving.add(3);
+            let (begun, begin) = std::sync::mpsc::channel();
+            let asking = std::thread::spawn({
+                let (uploads, of_ada) = (uploads.clone(), of_ada.clone());
+                move || {
+                    begun.send(()).unwrap();
+                    (0..2000).all(|_| uploads.received(&of_ada) == 3)
+                }
+            });
+            begin.recv().unwrap();
+            drop(receiving);
+            assert!(asking.join().unwrap(), "round {number}");
+        }
+    }
+
+    /// Before, the header of an upload larger than the disk removed what others had sent.
+    #[tokio::test]
+    async fn kept_uploads_make_place_only_for_an_upload_that_fits_then() {
+        let folder = tempfile::tempdir().unwrap();
+        let uploads = UnfinishedUploads::default();
+        let senders = ["ada", "bob"].map(|sender| key(sender, "a"));
+        for (number, key) in senders.iter().enumerate() {
+            break_off(&uploads, folder.path(), key, &number.to_string());
+        }
+        assert!(!uploads.discard_to_free(7));
+        assert!(senders.iter().all(|key| uploads.received(key) == 3));
+        assert!(uploads.discard_to_free(6));
+        assert!(senders.iter().all(|key| uploads.received(key) == 0));
     }
 
     #[tokio::test]
@@ -437,6 +516,6 @@ mod tests {
         assert!(uploads.0.sweep(KEPT_FOR), "one is left, which has not expired");
         assert!(!uploads.0.sweep(Duration::ZERO));
         assert_eq!(files(), 0);
-        assert!(!uploads.discard_all());
+        assert!(!uploads.discard_to_free(0));
     }
 }

@@ -143,11 +143,8 @@ impl Session<'_> {
         enrol::apply_certificate_identity(&shared, &who, &mut registration)?;
         let worker = registration.worker.as_ref().unwrap_or(&fresh_id);
         check_not_in_use(&shared, &who, worker).await?;
-        shared
-            .access
-            .claim_worker(&who, worker)
-            .await
-            .map_err(|error| access_status(&error))?;
+        let claimed = shared.access.claim_worker(&who, worker).await;
+        let registration_guard = claimed.map_err(|error| access_status(&error))?;
         let (id, mut outbox) = shared.scheduler.open_session().await?;
         tracing::info!(name = %registration.name, host = %registration.host, session = id.0, "a worker registers");
         let session = Session { shared, who, id, wire };
@@ -159,6 +156,7 @@ impl Session<'_> {
             registration,
         };
         session.shared.scheduler.event(registered).await?;
+        drop(registration_guard);
         let (requests, mut waiting) = mpsc::channel(REQUEST_QUEUE);
         // Concurrently: slow storage must not cost the worker its leases.
         let result = tokio::select! {

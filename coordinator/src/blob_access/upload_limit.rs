@@ -12,6 +12,14 @@ struct Usage {
     bytes: u64,
     /// The worker's running attempts: when they change, the count restarts. A worker does not choose its attempts.
     attempts: BTreeSet<AttemptId>,
+    /// How often the count restarted.
+    restarts: u64,
+}
+
+impl Usage {
+    fn restart(&mut self) {
+        (self.bytes, self.restarts) = (0, self.restarts + 1);
+    }
 }
 
 /// Usage by the name of the worker's owner; bounded by the number of tokens.
@@ -26,6 +34,8 @@ pub(crate) struct Reservation {
     usage: Arc<Mutex<HashMap<String, Usage>>>,
     name: String,
     bytes: u64,
+    /// [`Usage::restarts`] when it was made: a later count does not have these bytes.
+    restarts: u64,
 }
 
 impl Reservation {
@@ -37,7 +47,9 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if let Some(usage) = lock(&self.usage).get_mut(&self.name) {
+        if let Some(usage) = lock(&self.usage).get_mut(&self.name)
+            && usage.restarts == self.restarts
+        {
             usage.bytes = usage.bytes.saturating_sub(self.bytes);
         }
     }
@@ -53,7 +65,8 @@ impl UnreferencedUploadLimiter {
         let mut all = lock(&self.usage);
         let usage = all.entry(name.to_owned()).or_default();
         if usage.attempts != attempts {
-            *usage = Usage { bytes: 0, attempts };
+            usage.attempts = attempts;
+            usage.restart();
         }
         let sum = usage.bytes.checked_add(bytes).filter(|sum| *sum <= MAX_BYTES)?;
         usage.bytes = sum;
@@ -61,13 +74,14 @@ impl UnreferencedUploadLimiter {
             usage: self.usage.clone(),
             name: name.to_owned(),
             bytes,
+            restarts: usage.restarts,
         })
     }
 
     /// Restarts the count, because a job refers to an upload now.
     pub(super) fn reset(&self, name: &str) {
         if let Some(usage) = lock(&self.usage).get_mut(name) {
-            usage.bytes = 0;
+            usage.restart();
         }
     }
 }
@@ -88,5 +102,16 @@ mod tests {
         allowance.reset("a");
         allowance.reserve("a", runs("j1-1"), MAX_BYTES).unwrap().commit();
         assert!(allowance.reserve("a", runs("j1-2"), 1).is_some());
+    }
+
+    /// A broken upload is kept for minutes with its reservation, and the worker may get another attempt meanwhile.
+    #[test]
+    fn a_reservation_of_an_earlier_count_is_not_released_from_a_later_one() {
+        let allowance = UnreferencedUploadLimiter::default();
+        let runs = |id: &str| BTreeSet::from([AttemptId::new(id)]);
+        let earlier = allowance.reserve("a", runs("j1-1"), MAX_BYTES).unwrap();
+        let _later = allowance.reserve("a", runs("j2-1"), MAX_BYTES).unwrap();
+        drop(earlier);
+        assert!(allowance.reserve("a", runs("j2-1"), 1).is_none());
     }
 }

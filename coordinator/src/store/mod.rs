@@ -31,7 +31,7 @@ pub use error::StoreError;
 pub use job_text::JobText;
 pub use sql::SqlStore;
 pub(crate) use standby::StandbyCoordinator;
-pub use types::{AdminRecord, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
+pub use types::{AdminRecord, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload, WORKER_OWNER};
 
 use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;

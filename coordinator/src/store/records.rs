@@ -4,6 +4,7 @@
 use super::audit_line::AuditLine;
 use super::batch::{BulkStatement, statements};
 use super::connection::{SqlTransaction, Value};
+use super::types::WORKER_OWNER;
 use aitk_common::control_plane::{Artifact, EventBody, JobEvent};
 use aitk_common::id::{JobId, WorkerId};
 use aitk_scheduler::{Job, Payload, Record, Worker};
@@ -88,6 +89,11 @@ pub(super) async fn write_all(
                 rows.workers.remove(worker);
                 to.run("DELETE FROM workers WHERE id = $1", &[worker.as_str().into()])
                     .await?;
+                to.run(
+                    "DELETE FROM documents WHERE kind = $1 AND id = $2",
+                    &[WORKER_OWNER.into(), worker.as_str().into()],
+                )
+                .await?;
             }
             Record::Event { job, event, seq } => {
                 rows.event(job, event, *seq, events_kept);

@@ -39,6 +39,10 @@ pub struct AdminRecord {
     pub record: String,
 }
 
+/// Kind of the record that names a worker's owner. Its id is the worker id, its content the owner's name as a JSON string. It is removed
+/// together with the worker.
+pub const WORKER_OWNER: &str = "machine";
+
 /// Result of [`super::Store::forget_refusals`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemovedRefusals {

@@ -154,6 +154,62 @@ async fn a_continued_upload_with_wrong_bytes_is_refused_and_discarded() {
     within(coordinator.running.shutdown()).await;
 }
 
+/// How many uploads of one user the coordinator receives at once.
+const MAX_UPLOADS_OF_USER: usize = 12;
+
+/// Before, the call that waited did not give the upload up, and the sender had to send the whole blob again.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upload_is_taken_over_from_a_call_that_waits_until_others_end() {
+    let coordinator = TestCoordinator::start(LEASE).await;
+    let clients = &coordinator.clients;
+    let content = content(1 << 20);
+    let half = content.len() / 2;
+    let _stream = break_off(&coordinator, clients, header(&content, 0, "u1"), &content[..half]).await;
+    let open = |header: v1::BlobHeader, data: Vec<u8>| {
+        let (parts, receiver) = mpsc::channel(4);
+        let mut blobs = clients.blobs.clone();
+        let call = tokio::spawn(async move {
+            for part in [Part::Header(header), Part::Data(data)] {
+                parts.send(v1::PutBlobRequest { part: Some(part) }).await.unwrap();
+            }
+            parts
+        });
+        let answer = tokio::spawn(async move { blobs.put(ReceiverStream::new(receiver)).await });
+        (call, answer)
+    };
+    let mut others = Vec::new();
+    for number in 0..MAX_UPLOADS_OF_USER {
+        let (sent, _) = open(header(&[number as u8; 2000], 0, ""), vec![number as u8; 1000]);
+        others.push(within(sent).await.unwrap());
+    }
+    eventually("the other uploads to begin", || async {
+        (files(&coordinator).len() == MAX_UPLOADS_OF_USER + 1).then_some(())
+    })
+    .await;
+    let (_waiting_stream, waiting) = open(header(&content, half, "u1"), content[half..].to_vec());
+    let continued = async {
+        loop {
+            match put(clients, header(&content, half, "u1"), &content[half..]).await {
+                // The other call came later than this one.
+                Err(status) if status.code() == Code::Aborted => {}
+                other => return other,
+            }
+        }
+    };
+    let given_up = async {
+        let answer = within(waiting).await.unwrap();
+        others.pop();
+        answer.unwrap_err().code()
+    };
+    let (continued, given_up) = tokio::join!(continued, given_up);
+    assert!(!continued.unwrap());
+    assert_eq!(given_up, Code::Aborted);
+    let stored = within(coordinator.blobs().get_bytes(ContentHash::of(&content), 64 << 20)).await;
+    assert!(stored.unwrap() == content, "wrong content");
+    drop(others);
+    within(coordinator.running.shutdown()).await;
+}
+
 /// Clients of older versions do not name their uploads, and send the whole blob again.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_upload_without_a_name_starts_over() {

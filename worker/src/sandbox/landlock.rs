@@ -81,6 +81,10 @@ fn allow(
 /// issue 924. Listing processes stays refused, and so do files that need the right to trace a process (its memory, environment, open files): Landlock
 /// does not give that over processes outside. What can be written for other processes of the user is their `oom_score_adj` and the like. Nothing for
 /// root, which could change the kernel's settings there.
+///
+/// Landlock cannot narrow this to the folders of the attempt's own processes. A rule belongs to a folder that exists when the rules are made, has no
+/// patterns for file names, and rules added later only take rights away. The program could take away all but its own folder before it starts, but
+/// its child processes (`accelerate launch`, `torchrun`, workers that load data) have those rules too, and CUDA would not start in them.
 fn proc_access_of_programs(device: DeviceKind, starts_programs: bool, is_root: bool) -> Option<BitFlags<AccessFs>> {
     let is_granted = device == DeviceKind::Cuda && starts_programs && !is_root;
     is_granted.then(|| make_bitflags!(AccessFs::{ReadFile | WriteFile}))

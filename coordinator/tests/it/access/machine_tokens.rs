@@ -6,6 +6,7 @@ use aitk_common::attempt::Outcome;
 use aitk_common::control_plane::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
 use aitk_proto::remote_blobs::RemoteBlobs;
+use aitk_proto::v1;
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -111,5 +112,34 @@ async fn a_connected_worker_with_the_admin_token_keeps_its_id() {
     drop(worker);
     let worker = eventually("the id to be free", || FakeWorker::try_register(&other, stolen.clone())).await;
     assert_eq!((&worker.id, worker.keep.len()), (&id, 0));
+    within(coordinator.running.shutdown()).await;
+}
+
+/// Before, a worker that was forgotten counted toward its owner's limit for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_id_of_a_forgotten_worker_has_no_owner() {
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let (one, two) = (
+        client_with_role(&coordinator, "box-1", "worker").await,
+        client_with_role(&coordinator, "box-2", "worker").await,
+    );
+    let worker = FakeWorker::register(&one, FakeWorker::registration("one", None, Vec::new())).await;
+    let id = worker.id.clone();
+    let registration = FakeWorker::registration("one", Some(id.clone()), Vec::new());
+    let forget = || async {
+        let request = v1::ForgetWorkerRequest { worker: id.to_string() };
+        within(coordinator.clients.jobs.clone().forget_worker(request)).await
+    };
+    assert_eq!(forget().await.unwrap_err().code(), Code::Aborted, "it is connected");
+    assert!(FakeWorker::try_register(&two, registration.clone()).await.is_none());
+    drop(worker);
+    eventually("the session to close", || async { forget().await.ok() }).await;
+    let worker = FakeWorker::register(&two, registration.clone()).await;
+    assert_eq!(worker.id, id);
+    drop(worker);
+    let first = ToCoordinator::Register(Box::new(registration));
+    let (_sender, mut messages) = FakeWorker::open(&one, Some(first)).await.unwrap();
+    let error = within(messages.message()).await.unwrap_err();
+    assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     within(coordinator.running.shutdown()).await;
 }
