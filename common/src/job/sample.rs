@@ -34,11 +34,11 @@ section! {
         /// Index of the control.
         ctrl_idx: u32 = 0, DependsOn("ctrl_img_1");
         /// First of several control images.
-        ctrl_img_1: Option<String> = None, Refused("no model takes several control images yet: use `ctrl_img`"), shown "`ctrl_img`", input ControlImages;
+        ctrl_img_1: Option<String> = None, Refused("the models that take several control images (OmniGen2, Qwen-Image-Edit-Plus) are not run here: use `ctrl_img`"), shown "`ctrl_img`", input ControlImages;
         /// Second of several control images.
-        ctrl_img_2: Option<String> = None, Refused("no model takes several control images yet"), input ControlImages;
+        ctrl_img_2: Option<String> = None, Refused("the models that take several control images (OmniGen2, Qwen-Image-Edit-Plus) are not run here"), input ControlImages;
         /// Third of several control images.
-        ctrl_img_3: Option<String> = None, Refused("no model takes several control images yet"), input ControlImages;
+        ctrl_img_3: Option<String> = None, Refused("the models that take several control images (OmniGen2, Qwen-Image-Edit-Plus) are not run here"), input ControlImages;
         /// No effect, as in ai-toolkit: the section's value is used.
         do_cfg_norm: bool = false, Accepted("never had an effect");
     }

@@ -197,8 +197,7 @@ impl<'a> Run<'a> {
         }
         let events = tensorboard::event_log(process, &folder.path, cx);
         let metrics = StepRecorder::new(&folder.path, events);
-        // A CPU computes with all cores, and reads when it needs to. Portable mode does what GPUs do.
-        let images_ahead = ImagesAhead::new(!compute.device.is_cpu() || device::portable::is_portable());
+        let images_ahead = ImagesAhead::for_device(&compute.device);
         let mut run = Self {
             process,
             seed,

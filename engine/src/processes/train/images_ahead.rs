@@ -1,16 +1,18 @@
-//! Reads the images of the next micro-batch while a GPU computes this one, so that a step does not wait for disks and decoders.
+//! Reads the images of the next micro-batch while a GPU computes this one, so that a step does not wait for disks and decoders, and the
+//! next images while a GPU encodes the latents of these.
 //!
 //! A CPU computes with all of its cores: there images are read when they are needed, and take no memory before.
 
 use super::data::TrainingData;
 use crate::data::{Batch, Control, DatasetOptions, PreparedImage, TrainingImage, load_control, load_pixels};
+use crate::device::portable::is_portable;
 use crate::error::Result;
 use crate::rng::{TorchGenerator, generator_for};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use std::thread::{self, JoinHandle};
 
-/// The step and the micro-batch, both from 0.
+/// The step and the micro-batch, both from 0. While latents are cached: the data set and a group of its images.
 pub(super) type BatchNumber = (u64, u64);
 
 /// What is read for a batch, besides the images of which the latents are not known.
@@ -83,7 +85,7 @@ struct Pending {
     thread: JoinHandle<Result<Vec<LoadedImage>>>,
 }
 
-/// The images of the next micro-batch, which a thread reads.
+/// The images of the next micro-batch, or of the next ones whose latents are cached, which a thread reads.
 pub(super) struct ImagesAhead {
     is_enabled: bool,
     pending: Option<Pending>,
@@ -95,6 +97,11 @@ impl ImagesAhead {
             is_enabled,
             pending: None,
         }
+    }
+
+    /// Enabled if the device leaves the CPU free. Portable mode does what GPUs do.
+    pub(super) fn for_device(device: &Device) -> Self {
+        Self::new(!device.is_cpu() || is_portable())
     }
 
     pub(super) fn is_enabled(&self) -> bool {
@@ -132,6 +139,16 @@ impl ImagesAhead {
 }
 
 impl ImageRequest {
+    /// Reads what the latents of an image, and of its control image, are made of.
+    pub(super) fn for_latents(item: &TrainingImage, image: bool, control: Option<&Control>) -> Self {
+        Self {
+            item: item.clone(),
+            drawing: None,
+            image,
+            control: control.cloned(),
+        }
+    }
+
     fn is_empty(&self) -> bool {
         self.drawing.is_none() && !self.image && self.control.is_none()
     }

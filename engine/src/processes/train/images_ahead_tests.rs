@@ -4,14 +4,17 @@ use super::augmentation_tests::{process as augmented, random_squares};
 use super::image_adapter_tests::adapter;
 use super::images_ahead::ImagesAhead;
 use super::kontext_tests::kontext;
-use super::tests::{spec, trainer};
+use super::tests::{logs, run_spec, spec, trainer};
 use crate::device::portable::portable;
 use crate::processes::{OutputRequests, StopSignal};
-use aitk_common::attempt::ChildEvent;
+use crate::testing::{gap, largest};
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::capability::DeviceRef;
 use aitk_common::job::adapter::AdapterType;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::train::LossTarget;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 fn with_run<T>(process: &TrainerProcess, f: impl FnOnce(&mut super::Run<'_>) -> T) -> T {
@@ -132,4 +135,43 @@ fn gpus_read_ahead() {
     let process = random_squares(folder.path(), 1);
     let reads_ahead = || with_run(&process, |run| run.images_ahead.is_enabled());
     assert!(!reads_ahead() && portable(reads_ahead));
+}
+
+/// The latents in a run's cache, by the names of their files.
+fn cached_latents(data: &Path) -> BTreeMap<String, Tensor> {
+    let files = std::fs::read_dir(data.join("_latent_cache")).unwrap();
+    let latent = |entry: std::io::Result<std::fs::DirEntry>| {
+        let path = entry.unwrap().path();
+        let latent = candle_core::safetensors::load(&path, &Device::Cpu).unwrap()["latent"].clone();
+        (path.file_name().unwrap().to_string_lossy().into_owned(), latent)
+    };
+    files.map(latent).collect()
+}
+
+#[test]
+fn latents_are_cached_from_images_that_were_read_ahead() {
+    let folder = tempfile::tempdir().unwrap();
+    let caches = [false, true].map(|is_portable| {
+        let mut process = kontext(folder.path(), 1);
+        // Twenty images: three groups.
+        (process.datasets[0].flip_x, process.datasets[0].flip_y) = (true, true);
+        process.datasets[0].cache_latents_to_disk = true;
+        let mut spec = spec(process);
+        if is_portable {
+            spec.device = DeviceRef::PORTABLE_CPU;
+        }
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let found = cached_latents(&folder.path().join("data"));
+        std::fs::remove_dir_all(folder.path().join("data/_latent_cache")).unwrap();
+        std::fs::remove_dir_all(folder.path().join("out")).unwrap();
+        found
+    });
+    let [needed, ahead] = &caches;
+    assert_eq!(needed.len(), 40);
+    assert!(needed.keys().eq(ahead.keys()));
+    for (name, latent) in needed {
+        let difference = gap(latent, &ahead[name]) / largest(latent);
+        assert!(difference < 1e-4, "{name}: {difference:.1e}");
+    }
 }
