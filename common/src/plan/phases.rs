@@ -169,15 +169,19 @@ mod tests {
         *need.phases.iter().find(|phase| phase.name == name).unwrap()
     }
 
-    /// A number of the adapter has 4 bytes, its two moments 8. Its file has 4 bytes of it, or 2 and the copy of 2 that is written.
+    /// A number of the adapter has 4 bytes, its two moments 8. A file of 16 bits is written from a copy in 16 bits, one of 32 from the
+    /// adapter itself.
     #[test]
-    fn a_lora_is_saved_from_one_copy_of_its_file() {
+    fn a_lora_is_saved_without_its_file_in_memory() {
         for dtype in ["float32", "float16"] {
             let saving = phase(&lora(&[("save/dtype", json!(dtype))]), "saving");
             let numbers = saving.held / 12.0;
             // Rank 16, in every linear layer of the U-Net.
             assert!(numbers > 1e6, "{numbers}");
-            assert_eq!(saving.transient, 4.0 * numbers, "{dtype}");
+            match dtype {
+                "float16" => assert_eq!(saving.transient, 2.0 * numbers),
+                _ => assert!(saving.transient < 0.1 * numbers, "{} of {numbers}", saving.transient),
+            }
         }
     }
 

@@ -63,7 +63,7 @@ pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{AdapterNetwork, LoadReport};
 pub use ranks::{LayerRank, Rank};
 pub use rescale::{RescaledLora, Rescaling, Underflow, rescale_lora};
-pub use save::{copied_lora_file_bytes, is_finite, lora_file_bytes, python_json, safetensors_bytes};
+pub use save::{copied_lora_file_bytes, is_finite, lora_file_bytes, python_json, safetensors_bytes, write_lora_file};
 pub use trained_layer::{AdapterType, ChangeFactors, NewLayer, TrainedLayer, Values};
 pub use weight_adapter::WeightAdapter;
 

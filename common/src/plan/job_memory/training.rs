@@ -327,8 +327,8 @@ impl Job<'_> {
             let read = if width < 4.0 { 8.0 + width } else { 4.0 };
             return largest.max(frozen * read);
         }
-        // The file is made in memory, for its hashes, which are in it, too. The bytes without them are freed before those with them are made.
-        (count * (converted + width)).max(largest)
+        // A tensor at a time is written; all are converted before, if the file has another number format.
+        (count * converted).max(largest)
     }
 
     pub(super) fn is_checkpointed(&self, options: &MemoryOptions) -> bool {

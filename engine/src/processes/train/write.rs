@@ -6,7 +6,7 @@ use super::super::save_dtype::save_dtype;
 use super::super::save_files::{files_in_save, replace_folder};
 use super::run::Run;
 use super::target::TrainedParameters;
-use crate::adapters::{lora_file_bytes, python_json};
+use crate::adapters::{python_json, write_lora_file};
 use crate::error::Result;
 use crate::families::SaveOptions;
 use aitk_common::fsutil;
@@ -15,7 +15,6 @@ use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::path::Path;
 
 impl Run<'_> {
@@ -35,8 +34,10 @@ impl Run<'_> {
         let trained: BTreeMap<String, Tensor> = match (&self.target, merged) {
             (TrainedParameters::Adapter(_), Some(merged)) => merged,
             (TrainedParameters::Adapter(network), None) => {
-                let bytes = lora_file_bytes(&network.tensors(dtype)?, metadata)?;
-                return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
+                let tensors = network.tensors(dtype)?;
+                return Ok(fsutil::write_atomic(path, |out| {
+                    write_lora_file(out, &tensors, metadata)
+                })?);
             }
             (TrainedParameters::Embedding(word), _) => return word.write(path, metadata, step),
             (TrainedParameters::ImageAdapter(adapter), _) => return adapter.write(path, dtype, &metadata),
