@@ -489,7 +489,10 @@ fn what_cannot_be_trained_is_said_before_the_first_step() {
         failure(&process)
     };
     let error = refused(&|process| process.adapter.as_mut().unwrap().channels = vec![320, 640]);
-    assert!(error.contains("feature 0") && error.contains("`channels`"), "{error}");
+    assert!(
+        error.contains("feature 0") && error.contains("set `channels: [16, 32]`"),
+        "{error}"
+    );
     let error = refused(&|process| process.datasets[0].control_path = OneOrMany(Vec::new()));
     assert!(error.contains("control_path"), "{error}");
     let error = refused(&|process| process.train.train_text_encoder = true);
