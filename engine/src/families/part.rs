@@ -1,8 +1,10 @@
 //! A part of a model whose layers adapters can change.
 
 use super::part_role::PartRole;
-use super::transformer_folder::TRANSFORMER;
 use crate::nn::VisitLayers;
+
+/// The part that a transformer is: its folder, and the beginning of its tensors' names among the trained ones.
+pub(super) const TRANSFORMER: &str = "transformer";
 
 /// The names and the scale of LoRAs in saved files, as ai-toolkit has them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

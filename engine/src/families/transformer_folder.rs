@@ -2,6 +2,7 @@
 //! change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both.
 
 use super::model::{ModelWriter, SaveOptions};
+use super::part::TRANSFORMER;
 use super::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadata, write_text_file};
 use crate::error::{EngineError, Result};
 use crate::weights::{Index, SafetensorsLayout, Weights};
@@ -12,8 +13,6 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The folder of the transformer, and the beginning of its tensors' names among the trained ones.
-pub(super) const TRANSFORMER: &str = "transformer";
 /// The largest file, in bytes, as in diffusers. Only a larger tensor has a larger file.
 const MAX_FILE_BYTES: usize = 10_000_000_000;
 

@@ -3,11 +3,12 @@
 use super::adapted_parts::{AdaptedParts, SelectedParts};
 use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
+use super::part::TRANSFORMER;
 use super::part_files::{clip, needed_tensors, quantised_in_file};
 use super::part_role::PartRole;
 use super::text_source::TextSource;
 use super::transformer_family::TransformerFamily;
-use super::transformer_folder::{TRANSFORMER, TransformerSource};
+use super::transformer_folder::TransformerSource;
 use super::transformer_model::TransformerModel;
 use crate::error::{EngineError, Result};
 use crate::models::stored_types::check_types_of_built;

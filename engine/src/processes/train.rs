@@ -12,6 +12,7 @@ mod event_artifact;
 mod fingerprints;
 mod image_adapter;
 mod image_batches;
+mod image_requests;
 mod images_ahead;
 mod latents;
 mod learned_snr;

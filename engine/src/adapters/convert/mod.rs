@@ -234,8 +234,11 @@ impl Converter {
             if let ([Some(layer)], false) = (resized.as_slice(), named.halves_swapped) {
                 let key = named.paths.first().map(|path| (part.id, path.clone()));
                 let weight = key.and_then(|key| self.weights.get(&key));
-                let of_inputs = weight.is_some_and(|weight| dora::has_magnitude_of_inputs(&**layer, weight.dims()));
-                self.add_layer(part, stem, &**layer, of_inputs)?;
+                let magnitude = MagnitudeShape {
+                    of_inputs: weight.is_some_and(|weight| dora::has_magnitude_of_inputs(&**layer, weight.dims())),
+                    axes: weight.map_or(2, |weight| weight.dims().len()),
+                };
+                self.add_layer(part, stem, &**layer, magnitude)?;
                 continue;
             }
             let sizes = named
@@ -245,7 +248,11 @@ impl Converter {
             let parts: Vec<_> = resized.into_iter().zip(sizes).collect();
             let joined = join_layers(&parts, named.halves_swapped).map_err(failed)?;
             let joined = joined.ok_or_else(|| self.cannot_join(&named, &parts))?;
-            self.add_layer(part, stem, &*joined, false)?;
+            let magnitude = MagnitudeShape {
+                of_inputs: false,
+                axes: 2,
+            };
+            self.add_layer(part, stem, &*joined, magnitude)?;
         }
         Ok(())
     }
@@ -329,27 +336,26 @@ impl Converter {
         }))
     }
 
-    /// Adds the tensors of a layer. `magnitude_of_inputs`: it is a DoRA with a magnitude for each input.
+    /// Adds the tensors of a layer. `shape`: that of its magnitude, if it has one.
     fn add_layer(
         &mut self,
         part: &PartLayers,
         stem: &str,
         layer: &dyn FileLayer,
-        magnitude_of_inputs: bool,
+        shape: MagnitudeShape,
     ) -> std::result::Result<(), String> {
         let dialect = self.conversion.dialect;
         let failed = |error: candle_core::Error| format!("layer `{stem}`: {error}");
         let peft = part.has_peft_names(dialect);
-        let is_read = matches!(layer.kind(), "LoRA" | "DoRA") || dialect != Dialect::Diffusers;
+        let is_read = layer.lora().is_some() || dialect != Dialect::Diffusers;
         if !is_read {
-            let hint = if has_dense_change(layer) {
-                ": make a LoRA of it with `--rank`"
-            } else {
-                ""
+            let (kind, hint) = match layer.kind() {
+                "DoRA" => ("DoRA whose change is no LoRA", ""),
+                kind if has_dense_change(layer) => (kind, ": make a LoRA of it with `--rank`"),
+                kind => (kind, ""),
             };
             return Err(format!(
-                "layer `{stem}` has a {}, which diffusers cannot load{hint}",
-                layer.kind()
+                "layer `{stem}` has a {kind}, which diffusers cannot load{hint}"
             ));
         }
         let mut tensors = Vec::new();
@@ -393,15 +399,18 @@ impl Converter {
         for (suffix, tensor) in tensors {
             let (suffix, tensor) = match suffix.as_str() {
                 "lora_magnitude_vector" | "dora_scale" => {
-                    if peft && magnitude_of_inputs {
+                    // peft has no name for a magnitude beside other tensors than those of a LoRA: they keep LyCORIS' name, as trainings write
+                    // them, and its formula.
+                    let peft = peft && layer.lora().is_some();
+                    if peft && shape.of_inputs {
                         return Err(format!(
                             "layer `{stem}` has a DoRA with a magnitude for each input, which {} has no name for",
                             dialect.name()
                         ));
                     }
-                    match magnitude_of_inputs {
+                    match shape.of_inputs {
                         true => ("dora_scale".to_owned(), tensor),
-                        false => magnitude(peft, layer, tensor).map_err(failed)?,
+                        false => magnitude(peft, layer, shape.axes, tensor).map_err(failed)?,
                     }
                 }
                 _ => (suffix, tensor),
@@ -436,6 +445,15 @@ impl Converter {
 
 /// A layer of the model, if the file has it, and its number of rows.
 type LayerAndRows = (Option<Arc<dyn FileLayer>>, usize);
+
+/// What the magnitude of a layer is of.
+#[derive(Clone, Copy)]
+struct MagnitudeShape {
+    /// It has a number for each input of the layer, and not for each output.
+    of_inputs: bool,
+    /// The number of dimensions of the layer's weight.
+    axes: usize,
+}
 
 /// The adapter of a layer that consists of these, or has the halves of the rows of one in the other order. `None`: they cannot be joined.
 fn join_layers(parts: &[LayerAndRows], halves_swapped: bool) -> candle_core::Result<Option<Arc<dyn FileLayer>>> {
@@ -479,9 +497,9 @@ fn has_dense_change(layer: &dyn FileLayer) -> bool {
     !matches!(layer.kind(), "DoRA" | "OFT" | "BOFT")
 }
 
-/// A magnitude for each output, with the name and the shape that the dialect has for it.
-fn magnitude(peft: bool, layer: &dyn FileLayer, tensor: Tensor) -> candle_core::Result<(String, Tensor)> {
-    let axes = layer.lora().map_or(2, |lora| lora.down.rank());
+/// A magnitude for each output, with the name and the shape that the dialect has for it. `axes`: the number of dimensions of the weight.
+fn magnitude(peft: bool, layer: &dyn FileLayer, axes: usize, tensor: Tensor) -> candle_core::Result<(String, Tensor)> {
+    let axes = layer.lora().map_or(axes, |lora| lora.down.rank());
     let flat = tensor.flatten_all()?;
     let count = flat.elem_count();
     if peft {

@@ -522,6 +522,50 @@ fn a_magnitude_of_inputs_stays_one_in_a_square_layer() {
     }
 }
 
+/// A LoKr with a magnitude, as a training with `dora_wd` saves it: LyCORIS needs every dimension of it, and no other name has its formula.
+#[test]
+fn magnitudes_beside_other_types_keep_their_name_and_shape() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = dir.path().join("a.safetensors");
+    let mut generator = TorchGenerator::manual_seed(3);
+    let mut tensor = |dims: &[usize]| {
+        let values = generator.uniform(dims.iter().product(), 0.5, 1.0);
+        Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+    };
+    let stem = "lora_unet_down_blocks_0_resnets_0_conv1";
+    for shape in [[16, 1, 1, 1], [1, 16, 1, 1]] {
+        let tensors = BTreeMap::from([
+            (format!("{stem}.alpha"), tensor(&[])),
+            (format!("{stem}.lokr_w1"), tensor(&[4, 4])),
+            (format!("{stem}.lokr_w2"), tensor(&[4, 4, 3, 3])),
+            (format!("{stem}.dora_scale"), tensor(&shape)),
+        ]);
+        std::fs::write(&source, lora_file_bytes(&tensors, BTreeMap::new()).unwrap()).unwrap();
+        for dialect in Dialect::ALL {
+            let what = format!("{shape:?} to {}", dialect.name());
+            match convert_lora(&source, &fixtures().join("tiny_sd"), to(dialect)) {
+                Ok(converted) => {
+                    let magnitude = converted.tensors.iter().find(|(name, _)| name.ends_with(".dora_scale"));
+                    let (_, magnitude) = magnitude.unwrap_or_else(|| panic!("{what}"));
+                    assert_eq!(magnitude.dims(), shape, "{what}");
+                    assert_eq!(gap(magnitude, &tensors[&format!("{stem}.dora_scale")]), 0.0, "{what}");
+                    if dialect == Dialect::AiToolkit {
+                        assert!(
+                            converted.tensors.keys().eq(tensors.keys()),
+                            "{:?}",
+                            converted.tensors.keys()
+                        );
+                    }
+                }
+                Err(error) => {
+                    assert_eq!(dialect, Dialect::Diffusers, "{what}: {error}");
+                    assert!(error.to_string().contains("a DoRA whose change is no LoRA"), "{error}");
+                }
+            }
+        }
+    }
+}
+
 /// Magnitudes for each input cannot be joined, also where there are as many of them as outputs.
 #[test]
 fn layers_with_magnitudes_of_inputs_are_not_joined() {

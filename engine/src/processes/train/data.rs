@@ -23,7 +23,7 @@ pub(super) struct TrainingData {
     pub(super) batches: Vec<Batch>,
     /// Batches of the regularisation sets.
     pub(super) regularisation: Vec<Batch>,
-    pub(super) seed: u64,
+    seed: u64,
     /// A cached count: a number of steps, and how many of them use regularisation images.
     counted_steps: (u64, u64),
 }
@@ -228,6 +228,11 @@ impl TrainingData {
     pub(super) fn items_of<'a>(&'a self, batch: &'a Batch) -> impl Iterator<Item = &'a TrainingImage> {
         let items = &self.datasets[batch.dataset].items;
         batch.items.iter().map(|i| &items[*i])
+    }
+
+    /// The generator by which the image at a place of a batch is drawn.
+    pub(super) fn image_generator(&self, place: usize, (step, micro): BatchNumber) -> TorchGenerator {
+        generator_for(self.seed, &format!("image/{place}"), step, micro)
     }
 
     /// Whether the images of a batch differ each time, or are changed together: they have no latents of their own.

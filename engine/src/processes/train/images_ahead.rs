@@ -3,11 +3,10 @@
 //!
 //! A CPU computes with all of its cores: there images are read when they are needed, and take no memory before.
 
-use super::data::TrainingData;
-use crate::data::{Batch, Control, DatasetOptions, PreparedImage, TrainingImage, load_control, load_pixels};
+use crate::data::{Control, DatasetOptions, PreparedImage, TrainingImage, load_control, load_pixels};
 use crate::device::portable::is_portable;
 use crate::error::Result;
-use crate::rng::{TorchGenerator, generator_for};
+use crate::rng::TorchGenerator;
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use std::thread::{self, JoinHandle};
@@ -15,31 +14,23 @@ use std::thread::{self, JoinHandle};
 /// The step and the micro-batch, both from 0. While latents are cached: the data set and a group of its images.
 pub(super) type BatchNumber = (u64, u64);
 
-/// What is read for a batch, besides the images of which the latents are not known.
-#[derive(Clone, Copy)]
-pub(super) struct Needs {
-    /// The images differ each time, or are changed together with those of their batch.
-    pub(super) drawn: bool,
-    /// The images before their augmentations.
-    pub(super) unaugmented: bool,
-}
-
 /// How an image is read that differs each time.
-struct Drawing {
-    options: DatasetOptions,
-    generator: TorchGenerator,
-    unaugmented: bool,
+pub(super) struct Drawing {
+    pub(super) options: DatasetOptions,
+    pub(super) generator: TorchGenerator,
+    /// Whether the image before its augmentations is needed, too.
+    pub(super) unaugmented: bool,
 }
 
 /// What is read for one image of a batch.
 pub(super) struct ImageRequest {
-    item: TrainingImage,
+    pub(super) item: TrainingImage,
     /// `None`: the image is the same each time.
-    drawing: Option<Drawing>,
+    pub(super) drawing: Option<Drawing>,
     /// Whether its own pixels are needed.
-    image: bool,
+    pub(super) image: bool,
     /// Its control image, if the pixels of that are needed.
-    control: Option<Control>,
+    pub(super) control: Option<Control>,
 }
 
 /// What was read for one image of a batch, on the CPU.
@@ -151,42 +142,5 @@ impl ImageRequest {
 
     fn is_empty(&self) -> bool {
         self.drawing.is_none() && !self.image && self.control.is_none()
-    }
-}
-
-impl TrainingData {
-    /// The generator by which the image at a place of a batch is drawn.
-    pub(super) fn image_generator(&self, place: usize, (step, micro): BatchNumber) -> TorchGenerator {
-        generator_for(self.seed, &format!("image/{place}"), step, micro)
-    }
-
-    /// What to read for a batch. `is_known`: whether the latents of an item, and those of its control image, are known without its pixels.
-    pub(super) fn image_requests(
-        &self,
-        batch: &Batch,
-        number: BatchNumber,
-        needs: Needs,
-        is_known: impl Fn(&TrainingImage, Option<&Control>) -> bool,
-    ) -> Vec<ImageRequest> {
-        let options = &self.datasets[batch.dataset].options;
-        let items = self.items_of(batch).enumerate();
-        items
-            .map(|(place, item)| {
-                let control = self.control_of((batch, place), item, number);
-                let drawing = needs.drawn.then(|| Drawing {
-                    options: options.clone(),
-                    generator: self.image_generator(place, number),
-                    unaugmented: needs.unaugmented && !options.augmentations.list.is_empty(),
-                });
-                ImageRequest {
-                    image: !needs.drawn && !is_known(item, None),
-                    control: control
-                        .filter(|control| needs.drawn || !is_known(item, Some(control)))
-                        .map(std::borrow::Cow::into_owned),
-                    drawing,
-                    item: item.clone(),
-                }
-            })
-            .collect()
     }
 }

@@ -2,7 +2,8 @@
 
 use super::data::{BatchLatents, StepBatch};
 use super::embedding::{add_word_to, caption_with_class};
-use super::images_ahead::{BatchNumber, Needs};
+use super::image_requests::Needs;
+use super::images_ahead::BatchNumber;
 use super::options;
 use super::preservation::{self, Preservation};
 use super::prompts::{self, splits_captions};
