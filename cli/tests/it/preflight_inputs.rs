@@ -377,7 +377,7 @@ fn an_adapter_to_start_from_is_checked_before_the_run() {
         ("t2i", "junk.safetensors", "junk.safetensors"),
         ("t2i", TINY, "is a whole model"),
         ("control_net", TINY, "is a whole model"),
-        ("control_net", "good.safetensors", "is a T2IAdapter"),
+        ("control_net", "good.safetensors", "is a T2I adapter"),
         ("control_net", "./none", "./none: no such file or folder"),
     ] {
         let found = problems(kind, path, TINY);

@@ -156,6 +156,9 @@ fn adapter(weights: &TensorShapes) -> Option<(&'static str, &str)> {
         if name.starts_with("control_model.") || name.starts_with("controlnet_cond_embedding.") {
             return Some(("a ControlNet", name));
         }
+        if name.starts_with("adapter.body.") || name.starts_with("adapter.conv_in.") {
+            return Some(("a T2I adapter", name));
+        }
         if name == "emb_params" || name == "string_to_param" {
             return Some(("a textual inversion", name));
         }

@@ -257,6 +257,7 @@ fn adapters_and_components_are_not_base_models() {
     );
     assert_eq!(one("model.layers.0.self_attn.q_proj.weight"), "a language model");
     assert_eq!(one("control_model.input_hint_block.0.weight"), "a ControlNet");
+    assert_eq!(one("adapter.body.0.resnets.0.block1.bias"), "a T2I adapter");
     assert_eq!(one("emb_params"), "a textual inversion");
     assert_eq!(one("something.else"), "unknown");
 }

@@ -5,7 +5,7 @@ use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::models::unet::{UNetConfig, UNetInputs, UNetResiduals};
-use crate::weights::Index;
+use crate::weights::{Index, Weights};
 use aitk_common::job::adapter::{AdapterConfig, AdapterType};
 use aitk_common::job::arch::ArchName;
 use candle_core::{Device, Tensor, Var};
@@ -155,4 +155,20 @@ pub trait ImageAdapterKind: Sync + Debug {
     /// # Errors
     /// When it is for another model, or a tensor is missing or has another shape.
     fn load(&self, request: &AdapterRequest<'_>, target: &AdapterTarget<'_>) -> Result<Arc<dyn ImageAdapter>>;
+}
+
+/// Refuses tensors for which the config has no place: they would not be trained, nor be in a save.
+pub(super) fn check_all_used(index: &Index, weights: &Weights) -> Result<()> {
+    let Some(used) = weights.requested_tensors() else {
+        return Ok(());
+    };
+    match index.tensors().find(|(name, _)| !used.contains(name)) {
+        None => Ok(()),
+        Some((name, _)) => Err(EngineError::WeightsFile {
+            path: index.path().to_path_buf(),
+            reason: format!(
+                "the config has no place for the tensor `{name}`: weights and config belong to different adapters"
+            ),
+        }),
+    }
 }

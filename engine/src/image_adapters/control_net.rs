@@ -1,6 +1,6 @@
 //! ControlNet as an [`ImageAdapter`].
 
-use super::adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind};
+use super::adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind, check_all_used};
 use crate::error::{EngineError, Result};
 use crate::models::unet::{ControlNetConfig, ControlNetModel, ControlNetWeights, UNetInputs, UNetResiduals};
 use crate::weights::{Index, Weights};
@@ -80,12 +80,14 @@ impl ImageAdapterKind for ControlNets {
         let Some(path) = request.path else {
             return Ok(());
         };
-        let all = Weights::from_index(Index::open(path)?.shapes_only(), DType::F32, &Device::Cpu);
+        let index = Index::open(path)?;
+        let all = Weights::from_index(index.shapes_only(), DType::F32, &Device::Cpu);
         let weights = ControlNetWeights {
             copied: all.clone(),
-            own: all,
+            own: all.clone(),
         };
-        ControlNetModel::new(&weights, &config).map(drop)
+        ControlNetModel::new(&weights, &config)?;
+        check_all_used(&index, &all)
     }
 
     fn load(&self, request: &AdapterRequest<'_>, target: &AdapterTarget<'_>) -> Result<Arc<dyn ImageAdapter>> {

@@ -4,8 +4,6 @@ use aitk_common::job::adapter::AdapterType;
 use aitk_common::model_files::{Inventory, ModelFileKind, identify, parse_json};
 use std::path::Path;
 
-/// The beginning of the names of a T2I-Adapter's tensors.
-const T2I_NAMES: &str = "adapter.";
 /// The beginning of the names of a ControlNet's tensors in its first release.
 const FIRST_NAMES: &str = "control_model.";
 
@@ -49,12 +47,10 @@ pub(super) fn identity_problem(path: &Path, kind: AdapterType, class_name: &str)
             "{shown} has the names of the first release of ControlNets ({evidence}): {expected}; {instead}"
         )),
         ModelFileKind::Other { what, .. } if kind == AdapterType::ControlNet && what == "a ControlNet" => None,
+        ModelFileKind::Other { what, .. } if kind == AdapterType::T2i && what == "a T2I adapter" => None,
         ModelFileKind::Other { what, evidence } => {
             Some(format!("{shown} is {what} ({evidence}): {expected}; {instead}"))
         }
-        ModelFileKind::Unknown { .. } if kind == AdapterType::ControlNet && has(T2I_NAMES) => Some(format!(
-            "{shown} is a T2IAdapter (it has tensors `{T2I_NAMES}…`): {expected}; {instead}"
-        )),
         ModelFileKind::Unknown { .. } | ModelFileKind::Pickle { .. } => None,
     }
 }

@@ -1,6 +1,6 @@
 //! T2I-Adapter as an [`ImageAdapter`].
 
-use super::adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind};
+use super::adapter::{AdapterRequest, AdapterTarget, ImageAdapter, ImageAdapterKind, check_all_used};
 use crate::error::{EngineError, Result};
 use crate::models::t2i_adapter::{T2iAdapter, T2iAdapterConfig, T2iNetwork};
 use crate::models::unet::{UNetInputs, UNetResiduals};
@@ -120,25 +120,6 @@ fn check_weights(path: &Path, config: &T2iAdapterConfig) -> Result<()> {
             "{error}. A file has no config: `channels`, `num_res_blocks`, `downscale_factor` and `adapter_type` of `adapter` describe it"
         ))),
         built => built,
-    }
-}
-
-/// Refuses tensors for which the config has no place: they would not be trained, nor be in a save.
-fn check_all_used(index: &Index, weights: &Weights) -> Result<()> {
-    let Some(used) = weights.requested_tensors() else {
-        return Ok(());
-    };
-    match index
-        .tensors()
-        .find(|(name, _)| name.starts_with("adapter.") && !used.contains(name))
-    {
-        None => Ok(()),
-        Some((name, _)) => Err(EngineError::WeightsFile {
-            path: index.path().to_path_buf(),
-            reason: format!(
-                "the config has no place for the tensor `{name}`: weights and config belong to different adapters"
-            ),
-        }),
     }
 }
 

@@ -271,6 +271,27 @@ fn the_factor_of_sdxl_follows_the_autoencoder() {
     }
 }
 
+/// They would be in no save.
+#[test]
+fn tensors_without_a_place_are_refused() {
+    let model = tiny_sd();
+    for config in [t2i("full"), control_net()] {
+        let adapter = new_adapter(&config, &model);
+        let folder = tempfile::tempdir().unwrap();
+        let vars = adapter.trained().iter();
+        let mut tensors: BTreeMap<String, Tensor> = vars
+            .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
+            .collect();
+        write_adapter_folder(folder.path(), &adapter.config_json(), &tensors, &BTreeMap::new()).unwrap();
+        load(&config, folder.path(), &model).unwrap();
+        let other = Tensor::zeros(2, candle_core::DType::F32, &Device::Cpu).unwrap();
+        tensors.insert("zzz.weight".into(), other);
+        write_adapter_folder(folder.path(), &adapter.config_json(), &tensors, &BTreeMap::new()).unwrap();
+        let error = load(&config, folder.path(), &model).unwrap_err();
+        assert!(error.contains("no place for the tensor `zzz.weight`"), "{error}");
+    }
+}
+
 /// Configs, names and shapes show it, so that the check before a run finds it too.
 #[test]
 fn files_that_are_not_the_adapter_say_what_they_are() {
@@ -337,7 +358,7 @@ fn files_that_are_not_the_adapter_say_what_they_are() {
         (&control, &at("other.safetensors"), "is missing"),
         (&control, &at("first.safetensors"), "first release"),
         (&full, &at(net_file), "is a ControlNet"),
-        (&control, &at(t2i_file), "is a T2IAdapter"),
+        (&control, &at(t2i_file), "is a T2I adapter"),
         (&full, &at("net"), "it is a ControlNetModel"),
         (&control, &at("t2i"), "it is a T2IAdapter"),
         (&full, &whole, "is a whole model, Stable Diffusion 1.x"),
