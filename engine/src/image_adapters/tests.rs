@@ -178,18 +178,22 @@ fn a_new_controlnet_has_the_weights_of_the_u_net_and_changes_nothing() {
     assert_eq!(gap(&without, &with), 0.0);
 }
 
+fn request<'r>(config: &'r AdapterConfig, path: Option<&'r Path>, model: &dyn Model) -> AdapterRequest<'r> {
+    AdapterRequest {
+        config,
+        arch: model.family().arch(),
+        path,
+        seed: 7,
+        checkpointing: Checkpointing::Off,
+    }
+}
+
 fn load(
     config: &AdapterConfig,
     path: &Path,
     model: &dyn Model,
 ) -> Result<std::sync::Arc<dyn super::ImageAdapter>, String> {
-    let request = AdapterRequest {
-        config,
-        arch: model.family().arch(),
-        path: Some(path),
-        seed: 7,
-        checkpointing: Checkpointing::Off,
-    };
+    let request = request(config, Some(path), model);
     let target = model.image_adapter_target().unwrap();
     find(config.kind)
         .unwrap()
@@ -255,13 +259,7 @@ fn the_factor_of_sdxl_follows_the_autoencoder() {
             downscale_factor: factor,
             ..t2i("xl")
         };
-        let request = AdapterRequest {
-            config: &config,
-            arch: model.family().arch(),
-            path: None,
-            seed: 7,
-            checkpointing: Checkpointing::Off,
-        };
+        let request = request(&config, None, &model);
         let found = find(AdapterType::T2i).unwrap().check(&request, &target);
         match (found, says) {
             (Ok(()), None) => {}
@@ -387,13 +385,7 @@ fn files_that_are_not_the_adapter_say_what_they_are() {
         .iter()
         .map(|(config, path, says)| (*config, path.as_path(), *says));
     for (config, path, says) in cases.into_iter().chain(broken) {
-        let request = AdapterRequest {
-            config,
-            arch: model.family().arch(),
-            path: Some(path),
-            seed: 7,
-            checkpointing: Checkpointing::Off,
-        };
+        let request = request(config, Some(path), &model);
         let target = model.image_adapter_target().unwrap();
         let checked = find(config.kind).unwrap().check(&request, &target);
         let error = checked.map_err(|error| error.to_string()).unwrap_err();
@@ -426,13 +418,7 @@ fn a_t2i_adapter_that_does_not_fit_the_u_net_says_what_is_wrong() {
     let refused = |change: &dyn Fn(&mut AdapterConfig)| {
         let mut config = t2i("full");
         change(&mut config);
-        let request = AdapterRequest {
-            config: &config,
-            arch: model.family().arch(),
-            path: None,
-            seed: 7,
-            checkpointing: Checkpointing::Off,
-        };
+        let request = request(&config, None, &model);
         find(AdapterType::T2i)
             .unwrap()
             .check(&request, &target)

@@ -1,10 +1,9 @@
 //! Tests of trainings whose images differ each time.
 
-use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer, with_run};
 use crate::data::PreparedImage;
-use crate::processes::{OutputRequests, StopSignal};
 use crate::rng::generator_for;
-use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::attempt::Outcome;
 use aitk_common::job::process::TrainerProcess;
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -188,33 +187,23 @@ fn a_run_with_random_squares_resumes_exactly() {
 fn the_crops_of_random_squares_are_those_that_were_drawn() {
     let dir = tempfile::tempdir().unwrap();
     let process = random_squares(dir.path(), 1);
-    let spec = spec(process.clone());
-    let job = serde_json::from_value(spec.job.clone()).unwrap();
-    let mut events: Vec<ChildEvent> = Vec::new();
-    let mut cx = super::Context {
-        spec: &spec,
-        job: &job,
-        events: &mut events,
-        stop: &StopSignal::new(),
-        requests: &OutputRequests::new(),
-        log_file: Default::default(),
-    };
-    let mut run = super::Run::prepare(&process, &mut cx).unwrap().unwrap();
     let mut crops = BTreeSet::new();
-    for step in 0..4 {
-        let batch = run.draw_batch(step, 0).unwrap();
-        let items = run.data.items_of(&batch.step_batch.batch).cloned().collect::<Vec<_>>();
-        for (place, (item, size)) in items.iter().zip(run.sizes_of(&batch)).enumerate() {
-            let mut generator = generator_for(42, &format!("image/{place}"), step, 0);
-            let options = &run.data.datasets[0].options;
-            let (left, top) = PreparedImage::load(item, options, &mut generator).unwrap().crop;
-            assert_eq!(
-                (size.original, size.crop, size.target),
-                ((40, 48), (top, left), (32, 32))
-            );
-            crops.insert(size.crop);
+    with_run(&process, |run| {
+        for step in 0..4 {
+            let batch = run.draw_batch(step, 0).unwrap();
+            let items = run.data.items_of(&batch.step_batch.batch).cloned().collect::<Vec<_>>();
+            for (place, (item, size)) in items.iter().zip(run.sizes_of(&batch)).enumerate() {
+                let mut generator = generator_for(42, &format!("image/{place}"), step, 0);
+                let options = &run.data.datasets[0].options;
+                let (left, top) = PreparedImage::load(item, options, &mut generator).unwrap().crop;
+                assert_eq!(
+                    (size.original, size.crop, size.target),
+                    ((40, 48), (top, left), (32, 32))
+                );
+                crops.insert(size.crop);
+            }
         }
-    }
+    });
     assert!(crops.len() > 2, "{crops:?}");
 }
 

@@ -4,11 +4,10 @@ use super::augmentation_tests::{process as augmented, random_squares};
 use super::image_adapter_tests::adapter;
 use super::images_ahead::ImagesAhead;
 use super::kontext_tests::kontext;
-use super::tests::{logs, run_spec, spec, trainer};
+use super::tests::{logs, run_spec, spec, trainer, with_run};
 use crate::device::portable::portable;
-use crate::processes::{OutputRequests, StopSignal};
 use crate::testing::{gap, largest};
-use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::adapter::AdapterType;
 use aitk_common::job::process::TrainerProcess;
@@ -16,21 +15,6 @@ use aitk_common::job::train::LossTarget;
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
-
-fn with_run<T>(process: &TrainerProcess, f: impl FnOnce(&mut super::Run<'_>) -> T) -> T {
-    let spec = spec(process.clone());
-    let job = serde_json::from_value(spec.job.clone()).unwrap();
-    let mut events: Vec<ChildEvent> = Vec::new();
-    let mut cx = super::Context {
-        spec: &spec,
-        job: &job,
-        events: &mut events,
-        stop: &StopSignal::new(),
-        requests: &OutputRequests::new(),
-        log_file: Default::default(),
-    };
-    f(&mut super::Run::prepare(process, &mut cx).unwrap().unwrap())
-}
 
 /// What a batch is made of, as numbers and texts.
 #[derive(Debug, PartialEq)]

@@ -1,6 +1,6 @@
 //! Whole training runs on the tiny model.
 
-use crate::processes::{StopSignal, run};
+use crate::processes::{OutputRequests, StopSignal, run};
 use crate::testing::{attempt, fixtures};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::dataset::DatasetConfig;
@@ -77,6 +77,22 @@ pub(super) fn run_spec(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     let mut events = Vec::new();
     let outcome = run(spec, &mut events, &StopSignal::new());
     (outcome, events)
+}
+
+/// Calls `f` with the run of a process.
+pub(super) fn with_run<T>(process: &TrainerProcess, f: impl FnOnce(&mut super::Run<'_>) -> T) -> T {
+    let spec = spec(process.clone());
+    let job = serde_json::from_value(spec.job.clone()).unwrap();
+    let mut events: Vec<ChildEvent> = Vec::new();
+    let mut cx = super::Context {
+        spec: &spec,
+        job: &job,
+        events: &mut events,
+        stop: &StopSignal::new(),
+        requests: &OutputRequests::new(),
+        log_file: Default::default(),
+    };
+    f(&mut super::Run::prepare(process, &mut cx).unwrap().unwrap())
 }
 
 pub(super) fn losses(events: &[ChildEvent]) -> Vec<f64> {
