@@ -550,12 +550,24 @@ def draw_wide(r, process, images):
         train["single_item_batching"] = True
     if train["optimizer"] in ("adafactor", "automagic") and r.random() < 0.3:
         train["do_paramiter_swapping"] = True
-    if network and network["type"] in ("lora", "locon") and "ema_config" not in train and r.random() < 0.06:
+    if network and network["type"] in ("lora", "locon") and "ema_config" not in train and r.random() < 0.06 and not section.get("quantize"):
         train["merge_network_on_save"] = True
     if r.random() < 0.2:
         process["save"]["save_every"] = 1
-    if r.random() < 0.15 and network:
+    if r.random() < 0.15 and network and not has_transformer:
         train["min_snr_gamma"] = 5.0
+
+
+def cover_sizes(train, datasets, images):
+    """Enough steps that images of every size are trained once, and one after an update: the order of batches is drawn, and an optimizer's state
+    takes memory from the first update on, while a prediction is for a training of many steps."""
+    train["steps"] = max(train["steps"], 1 + train.get("gradient_accumulation_steps", 1))
+    batches = 0
+    for (_, _, _, count), dataset in zip(images, datasets):
+        seen = count * (2 if dataset.get("flip_x") else 1)
+        batches += len(dataset["resolution"]) * -(-seen // dataset.get("batch_size", train["batch_size"]))
+    if batches > 1 and (len(datasets) > 1 or len(datasets[0]["resolution"]) > 1):
+        train["steps"] = max(train["steps"], -(-batches // train.get("gradient_accumulation", 1)))
 
 
 def draw_job(seed, only=None, has_transformer=False):
@@ -571,6 +583,8 @@ def draw_job(seed, only=None, has_transformer=False):
     # With a generator of its own, so that the jobs of earlier measurements stay what they were.
     draw_more(random.Random(f"memory-more-{seed}"), process, most)
     draw_wide(random.Random(f"memory-wide-{seed}"), process, images)
+    if training:
+        cover_sizes(process["train"], process["datasets"], images)
     return {"seed": seed, "model": model, "profile": profile, "process": process, "images": images}
 
 
