@@ -29,9 +29,9 @@ pub(super) struct DeviceFactors {
 
 /// Fitted to measurements (docs/memory-measurements.md).
 pub(super) const CPU: DeviceFactors = DeviceFactors {
-    base: 0.056 * GIB,
+    base: 0.06 * GIB,
     weights: 1.08,
-    quantised: 1.3,
+    quantised: 1.17,
     small_tensors: 1.26,
     transient: 1.08,
     returns_pages: true,

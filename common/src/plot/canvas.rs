@@ -43,6 +43,7 @@ impl Canvas {
         let (y0, y1) = (from.1.min(to.1) - margin, from.1.max(to.1) + margin);
         let (dx, dy) = (to.0 - from.0, to.1 - from.1);
         let length = dx * dx + dy * dy;
+        let radius = width / 2.0 + 0.5;
         for y in bound(y0, self.height)..=bound(y1, self.height - 1) {
             for x in bound(x0, self.width)..=bound(x1, self.width - 1) {
                 let (px, py) = (x as f64 + 0.5 - from.0, y as f64 + 0.5 - from.1);
@@ -51,10 +52,11 @@ impl Canvas {
                 } else {
                     0.0
                 };
-                let distance = (px - along * dx).hypot(py - along * dy);
-                let share = width / 2.0 + 0.5 - distance;
-                if share > 0.0 {
-                    each(x, y, share.min(1.0));
+                let (from_x, from_y) = (px - along * dx, py - along * dy);
+                // Most pixels of the rectangle are far from a steep line.
+                if from_x * from_x + from_y * from_y < radius * radius {
+                    let share = radius - from_x.hypot(from_y);
+                    each(x, y, share.clamp(0.0, 1.0));
                 }
             }
         }
