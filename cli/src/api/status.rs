@@ -3,6 +3,7 @@
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::format::{printable, printable_lines};
+use aitk_proto::is_storage_refused;
 use tonic::{Code, Status};
 
 /// Why a call failed.
@@ -71,6 +72,10 @@ pub(super) fn tls_hint(problem: &str) -> Option<&'static str> {
 #[must_use]
 pub fn status_failure(server: &str, status: &Status) -> Failure {
     let message = printable_lines(status.message());
+    if is_storage_refused(status) {
+        return Failure::new(Exit::Internal, format!("{server} cannot use its storage: {message}"))
+            .hint("the person who runs the coordinator has to mend that; nothing is wrong with the job or the token");
+    }
     match status.code() {
         Code::NotFound => Failure::not_found(message),
         Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, message)

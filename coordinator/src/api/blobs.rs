@@ -4,7 +4,9 @@
 
 use super::auth::caller;
 use super::shared::Shared;
-use super::status::{storage_full_status, storage_status, store_status, token_ended_status};
+use super::status::{
+    storage_full_status, storage_refused_status, storage_status, store_status, token_ended_status,
+};
 use super::unfinished_uploads::{PartialUpload, ReceivingUpload, UploadKey};
 use crate::access::Identity;
 use crate::blob_access::VisibleBlobs;
@@ -210,6 +212,10 @@ impl BlobsApi {
         if self.find_present(&visible, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
+        // Before the data is sent.
+        if let Some(refusal) = self.0.storage_monitor.refusal() {
+            return Err(storage_refused_status(refusal.to_string()));
+        }
         let mut upload = self.begin_upload(who, &visible, &header, hash).await?;
         // Acquired before the file is created, so that the disk holds a bounded number of files.
         let permit = tokio::select! {
@@ -230,8 +236,8 @@ impl BlobsApi {
         // The storage verifies the hash. No other call takes the upload over meanwhile: it would have it stored from the beginning, and of two
         // calls that take it from each other none would end.
         if let Err(error) = self.0.blobs.put_file(hash, upload.path()).await {
-            // While the storage does not answer, the bytes are kept for the next try.
-            if !error.is_transient() {
+            // While the storage does not answer, or refuses this coordinator, the bytes are kept for the next try.
+            if !(error.is_transient() || error.is_refusal()) {
                 upload.discard();
             }
             return Err(storage_status(&error));
