@@ -5,7 +5,7 @@
 use super::auth::caller;
 use super::shared::Shared;
 use super::status::{
-    storage_full_status, storage_refused_status, storage_status, store_status, token_ended_status,
+    local_disk_status, storage_full_status, storage_refused_status, storage_status, store_status, token_ended_status,
 };
 use super::unfinished_uploads::{PartialUpload, ReceivingUpload, UploadKey};
 use crate::access::Identity;
@@ -47,13 +47,6 @@ pub(super) struct BlobsApi(pub(super) Shared);
 
 fn parse(text: &str) -> Result<ContentHash, Status> {
     ContentHash::parse(text).map_err(|error| Status::invalid_argument(format!("sha256: {error}")))
-}
-
-fn local_disk_status(error: &std::io::Error) -> Status {
-    if error.kind() == std::io::ErrorKind::StorageFull {
-        return storage_full_status("the coordinator's disk is full".into());
-    }
-    Status::internal(format!("the coordinator's disk failed: {error}"))
 }
 
 impl BlobsApi {
@@ -267,7 +260,11 @@ impl BlobsApi {
             Ok(file) => file,
             Err(error) => {
                 upload.discard();
-                return Err(local_disk_status(&error));
+                return Err(local_disk_status(
+                    "open a file for an upload in",
+                    &self.0.upload_folder,
+                    error,
+                ));
             }
         };
         loop {
@@ -305,7 +302,7 @@ impl BlobsApi {
             }
             if let Err(error) = file.write_all(&data).await {
                 upload.discard();
-                return Err(local_disk_status(&error));
+                return Err(local_disk_status("write an upload in", &self.0.upload_folder, error));
             }
             upload.add(length);
             // Time in which we throttled the sender does not count.
@@ -317,7 +314,7 @@ impl BlobsApi {
         }
         if let Err(error) = file.flush().await {
             upload.discard();
-            return Err(local_disk_status(&error));
+            return Err(local_disk_status("write an upload in", &self.0.upload_folder, error));
         }
         let received = upload.received();
         if received != bytes {

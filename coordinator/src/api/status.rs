@@ -5,9 +5,12 @@ use crate::blob_access::BlobAccessError;
 use crate::scheduler_task::SchedulerStopped;
 use crate::store::StoreError;
 use aitk_common::error_chain::error_chain;
+use aitk_common::fsutil::FsError;
 use aitk_common::storage::StorageError;
 use aitk_proto::{RETRY_HEADER, RETRY_LATER, RETRY_NEVER, STORAGE_FULL, STORAGE_HEADER, STORAGE_REFUSED};
 use aitk_scheduler::Refusal;
+use std::io;
+use std::path::Path;
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
@@ -83,6 +86,20 @@ pub(crate) fn storage_refused_status(text: String) -> Status {
     status
 }
 
+/// Status of an error in a folder on the coordinator's own disk. `action` is what the coordinator did there, as a verb phrase.
+pub(super) fn local_disk_status(action: &'static str, folder: &Path, error: io::Error) -> Status {
+    storage_status(&FsError::new(action, folder, error).into())
+}
+
+/// Status for a call that came at a bad moment: marked with a header, so that a worker does not take it for the refusal of what it sent.
+pub(super) fn busy_status(text: String) -> Status {
+    let mut status = Status::resource_exhausted(text);
+    status
+        .metadata_mut()
+        .insert(RETRY_HEADER, MetadataValue::from_static(RETRY_LATER));
+    status
+}
+
 /// Status of a storage error.
 pub(crate) fn storage_status(error: &StorageError) -> Status {
     let text = error_chain(error);
@@ -138,6 +155,34 @@ mod tests {
         });
         assert_eq!(unavailable.code(), tonic::Code::Unavailable);
         assert!(!unavailable.metadata().contains_key(RETRY_HEADER));
+    }
+
+    #[test]
+    fn an_error_of_the_coordinators_disk_says_what_failed_where_and_that_it_may_end() {
+        let folder = Path::new("/srv/aitk/transit");
+        let full = local_disk_status(
+            "write a blob in",
+            folder,
+            io::Error::from_raw_os_error(nix::libc::ENOSPC),
+        );
+        assert_eq!(full.code(), tonic::Code::ResourceExhausted);
+        assert_eq!(full.metadata().get(STORAGE_HEADER).unwrap(), STORAGE_FULL);
+        for part in [
+            "on the coordinator: disk full: could not write a blob in /srv/aitk/transit; free some space there",
+            "No space left on device",
+        ] {
+            assert!(full.message().contains(part), "{part}: {}", full.message());
+        }
+        let failed = local_disk_status("write a blob in", folder, io::Error::from_raw_os_error(nix::libc::EIO));
+        assert_eq!(failed.code(), tonic::Code::Unavailable);
+        assert_eq!(failed.metadata().get(STORAGE_HEADER).unwrap(), STORAGE_REFUSED);
+        for part in [
+            "write a blob in /srv/aitk/transit",
+            "Input/output error",
+            "check that folder",
+        ] {
+            assert!(failed.message().contains(part), "{part}: {}", failed.message());
+        }
     }
 
     #[test]
