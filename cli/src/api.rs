@@ -1,8 +1,9 @@
 //! Calls to a coordinator, with errors converted to [`Failure`]s with exit codes.
 
+mod busy;
 mod status;
 
-pub use status::status_failure;
+pub use status::{is_busy, status_failure};
 
 use crate::exit::Exit;
 use crate::failure::Failure;
@@ -18,6 +19,7 @@ use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::client::{AuthChannel, Clients, ConnectError, addresses, connect};
 use aitk_proto::v1::jobs_client::JobsClient;
 use aitk_proto::{LEADER_HEADER, trace, v1};
+use busy::WaitNotice;
 use futures::{Stream, StreamExt};
 use status::{CallFailure, SubmissionFailure, deleted_before, invalid_message, tls_hint};
 use std::collections::HashSet;
@@ -31,6 +33,10 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a call is retried while another coordinator becomes leader, which takes up to ten seconds.
 const FAILOVER_TIMEOUT: Duration = Duration::from_secs(20);
 const FAILOVER_RETRY_DELAY: Duration = Duration::from_millis(250);
+/// How long a call is retried while the coordinator is busy: as long as the upload of a blob.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest pause between two tries of such a call. The first is [`FAILOVER_RETRY_DELAY`]; each is twice the one before.
+const MAX_BUSY_DELAY: Duration = Duration::from_secs(8);
 
 type Jobs = JobsClient<AuthChannel>;
 
@@ -40,6 +46,7 @@ pub struct Api {
     clients: Clients,
     server: String,
     trace: Option<TraceContext>,
+    wait_notice: WaitNotice,
 }
 
 impl Api {
@@ -112,7 +119,20 @@ impl Api {
             clients,
             server: server.to_owned(),
             trace: None,
+            wait_notice: WaitNotice::default(),
         })
+    }
+
+    /// Sets how the user is told, once, that a coordinator that is busy is asked again.
+    #[must_use]
+    pub fn with_wait_notice(mut self, print: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        self.wait_notice = WaitNotice::new(print);
+        self
+    }
+
+    /// Tells the user, once, that a call is repeated because of this failure.
+    pub(crate) fn show_wait(&self, failure: &Failure) {
+        self.wait_notice.show(&failure.message);
     }
 
     /// Sets the parent span of submissions.
@@ -472,7 +492,7 @@ impl Api {
         reply.try_into().map_err(invalid_message)
     }
 
-    /// Makes a call, and repeats it while another coordinator becomes leader. A try whose answer was lost may have been carried out: a
+    /// Makes a call, and repeats it while another coordinator becomes leader or the coordinator is busy. A try whose answer was lost may have been carried out: a
     /// second one must change nothing more. One that deletes finds nothing then, see [`deleted_before`].
     async fn call<M: Clone, T, F>(&self, message: M, call: impl Fn(Jobs, tonic::Request<M>) -> F) -> Result<T, Failure>
     where
@@ -492,7 +512,7 @@ impl Api {
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
         let started = Instant::now();
-        let mut repeated = false;
+        let (mut repeated, mut busy_delay) = (false, FAILOVER_RETRY_DELAY);
         loop {
             let mut request = tonic::Request::new(message.clone());
             trace::insert(request.metadata_mut(), self.trace);
@@ -513,6 +533,13 @@ impl Api {
                 Err(status) => status,
             };
             let failure = status_failure(&self.server, &status);
+            // A call that the coordinator was too busy for was not carried out.
+            if is_busy(&status) && started.elapsed() < BUSY_TIMEOUT {
+                self.show_wait(&failure);
+                tokio::time::sleep(busy_delay).await;
+                busy_delay = (busy_delay * 2).min(MAX_BUSY_DELAY);
+                continue;
+            }
             let another = is_shared(&self.server) || status.metadata().contains_key(LEADER_HEADER);
             if failure.exit != Exit::Unreachable || !another || started.elapsed() >= FAILOVER_TIMEOUT {
                 return Err(CallFailure {

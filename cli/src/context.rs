@@ -82,7 +82,9 @@ impl Context {
     /// # Errors
     /// As [`Api::from_settings`].
     pub async fn api(&self) -> Result<Api, Failure> {
-        Api::from_settings(&self.settings()?).await
+        let ui = self.ui(true);
+        let api = Api::from_settings(&self.settings()?).await?;
+        Ok(api.with_wait_notice(move |text| ui.notice(text)))
     }
 
     /// Creates the output for this command.

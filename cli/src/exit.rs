@@ -17,7 +17,7 @@ pub enum Exit {
     NotFound = 3,
     /// The token is missing or wrong, or lacks the permission.
     Unauthorised = 4,
-    /// No coordinator can be reached.
+    /// No coordinator can be reached, or it is too busy to answer.
     Unreachable = 5,
     /// The operation is not possible in the current state.
     Conflict = 6,
@@ -48,7 +48,10 @@ impl Exit {
             Self::Unauthorised,
             "the token is missing or wrong, or lacks the permission",
         ),
-        (Self::Unreachable, "no coordinator can be reached"),
+        (
+            Self::Unreachable,
+            "no coordinator can be reached, or it is too busy to answer",
+        ),
         (
             Self::Conflict,
             "not possible in the current state, or another protocol version",

@@ -1,7 +1,7 @@
 //! Uploads local inputs to the coordinator's storage. Files are hashed here; content that is stored already is not
 //! sent.
 
-use crate::api::{Api, status_failure};
+use crate::api::{Api, is_busy, status_failure};
 use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::Failure;
@@ -131,16 +131,11 @@ impl Upload {
         let _spinner = (ui.has_bars() && all.len() > HAS_BATCH).then(|| ui.spinner("checking what is stored already"));
         let mut absent = BTreeSet::new();
         for batch in all.chunks(HAS_BATCH) {
-            let mut blobs = api.clients().blobs;
             let request = v1::HasRequest {
                 sha256: batch.iter().map(|hash| hash.to_hex()).collect(),
                 ..Default::default()
             };
-            let reply = blobs
-                .has(request)
-                .await
-                .map_err(|status| status_failure(api.server(), &status))?
-                .into_inner();
+            let reply = find_present(api, request).await?;
             if reply.present.len() != batch.len() {
                 return Err(Failure::failed("the coordinator's answer does not cover every file"));
             }
@@ -230,6 +225,25 @@ impl Upload {
             }
         }
         Ok(self.staged)
+    }
+}
+
+/// Asks which blobs the coordinator has, and asks again while it is busy.
+async fn find_present(api: &Api, request: v1::HasRequest) -> Result<v1::HasReply, Failure> {
+    let mut retries = Retries::new();
+    loop {
+        let mut blobs = api.clients().blobs;
+        let status = match blobs.has(request.clone()).await {
+            Ok(reply) => return Ok(reply.into_inner()),
+            Err(status) => status,
+        };
+        let failure = status_failure(api.server(), &status);
+        let pause = is_busy(&status).then(|| retries.next_pause()).flatten();
+        let Some(pause) = pause else {
+            return Err(failure);
+        };
+        api.show_wait(&failure);
+        tokio::time::sleep(pause).await;
     }
 }
 
@@ -364,7 +378,13 @@ async fn try_send(
                 .hint("the file may have changed during the upload; submit again");
             Err(failure.into())
         }
-        Err(status) => Err(status_failure(api.server(), &status).into()),
+        Err(status) => {
+            let failure = status_failure(api.server(), &status);
+            if is_busy(&status) {
+                api.show_wait(&failure);
+            }
+            Err(failure.into())
+        }
     }
 }
 

@@ -84,14 +84,22 @@ impl DiskSpace {
     /// The free space, when it is not enough.
     pub(crate) fn reserve_upload(&self, bytes: u64) -> Result<SpaceReservation, FreeSpace> {
         // A blob is in the upload folder and, for a moment, in the storage as well.
-        let pending = self.pending.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
-        let reservation = SpaceReservation {
-            pending: self.pending.clone(),
-            bytes,
+        let space = self.least_free_space();
+        let add = |pending: u64| {
+            let sum = pending.checked_add(bytes)?;
+            let fits = space.is_none_or(|space| space.free >= space.reserve.saturating_add(sum));
+            fits.then_some(sum)
         };
-        match self.least_free_space() {
-            Some(space) if space.free < space.reserve.saturating_add(pending) => Err(space),
-            _ => Ok(reservation),
+        // Only what fits is counted: a sender may announce any size, and others must not be refused meanwhile.
+        match self.pending.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add) {
+            Ok(_) => Ok(SpaceReservation {
+                pending: self.pending.clone(),
+                bytes,
+            }),
+            Err(pending) => Err(space.unwrap_or(FreeSpace {
+                free: u64::MAX - pending,
+                reserve: 0,
+            })),
         }
     }
 
@@ -149,6 +157,10 @@ mod tests {
         let second = space.reserve_upload(half);
         assert!(second.is_ok() && space.pending.load(Ordering::Relaxed) == half);
         drop(second);
+        let small = space.reserve_upload(1).unwrap();
+        assert!(space.reserve_upload(u64::MAX).is_err());
+        assert_eq!(space.pending.load(Ordering::Relaxed), 1);
+        drop(small);
         let kept = DiskSpace::new(vec![folder.path().to_owned()], Some(u64::MAX));
         assert_eq!(kept.reserve_upload(1).unwrap_err().reserve, u64::MAX);
         assert_eq!(kept.pending.load(Ordering::Relaxed), 0);

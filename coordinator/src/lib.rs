@@ -25,6 +25,7 @@ mod pki;
 mod scheduler_task;
 mod server;
 mod spans;
+mod storage_monitor;
 pub mod store;
 mod submit;
 mod training_fit;

@@ -23,6 +23,7 @@ use crate::metrics::{self, Metrics};
 use crate::pki::Tls;
 use crate::scheduler_task::SchedulerTask;
 use crate::spans::Spans;
+use crate::storage_monitor::{StorageMonitor, may_be_refusal};
 use crate::store::leader_lease::RENEW_INTERVAL;
 use crate::store::{SqlStore, Store, StoreError};
 use crate::transfer_limit::{TransferLimiter, UploadRate};
@@ -118,7 +119,9 @@ async fn start_tasks(
         storage_url,
         ..
     } = local.clone();
-    let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
+    let unwatched_blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
+    let storage_monitor = StorageMonitor::default();
+    let blobs = storage_monitor.watch_store(unwatched_blobs.clone());
     let upload_folder = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
@@ -172,6 +175,11 @@ async fn start_tasks(
         spans,
         job_configs,
     );
+    tokio::spawn(
+        storage_monitor
+            .clone()
+            .run(unwatched_blobs, scheduler.clone(), stopping.clone()),
+    );
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, scheduler.clone(), stopping.clone()));
     }
@@ -213,6 +221,7 @@ async fn start_tasks(
         store: store.clone(),
         blobs,
         storage,
+        storage_monitor,
         started: clock.now(),
         lease: config.lease,
         retries: config.retries,
@@ -283,7 +292,10 @@ async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<
         answer = blobs.has(&nothing) => answer,
         _ = stopping.wait_for(|stop| *stop) => return,
     };
-    if let Err(error) = answer {
+    // The monitor logs refusals.
+    if let Err(error) = answer
+        && !may_be_refusal(&error)
+    {
         tracing::error!(error = %error_chain(&error), "the object storage cannot be used; jobs cannot read inputs or store results");
     }
 }

@@ -31,8 +31,13 @@ pub const PROOF_HEADER: &str = "aitk-forwarded-proof";
 /// In the response of a standby coordinator: the client should use another one. The value is the leader's address, or `none`.
 pub const LEADER_HEADER: &str = "aitk-leader";
 
-/// In the response of a coordinator whose storage is full: `full`. The client may retry later.
+/// In the response of a coordinator that cannot use its storage, whatever is stored: [`STORAGE_FULL`] or [`STORAGE_REFUSED`]. The client may
+/// retry later.
 pub const STORAGE_HEADER: &str = "aitk-storage";
+/// There is no room.
+pub const STORAGE_FULL: &str = "full";
+/// The storage refuses the coordinator, or the coordinator's disk fails, until somebody mends that.
+pub const STORAGE_REFUSED: &str = "refused";
 /// In the response to a call that failed: whether the same call may succeed, where its code does not say so. [`RETRY_LATER`] or [`RETRY_NEVER`].
 pub const RETRY_HEADER: &str = "aitk-retry";
 /// The call came at a bad moment, as with too many calls at once. The same call may succeed soon.
@@ -64,6 +69,21 @@ pub fn is_unusable_offset(status: &tonic::Status) -> bool {
         status.code(),
         tonic::Code::OutOfRange | tonic::Code::InvalidArgument | tonic::Code::DataLoss
     )
+}
+
+/// Whether a call failed because there is no room on the coordinator's disk or in its storage.
+#[must_use]
+pub fn is_storage_full(status: &tonic::Status) -> bool {
+    status.code() == tonic::Code::ResourceExhausted && status.metadata().contains_key(STORAGE_HEADER)
+}
+
+/// Whether a call failed because the coordinator cannot use its storage or its disk until somebody mends that ([`STORAGE_REFUSED`]).
+#[must_use]
+pub fn is_storage_refused(status: &tonic::Status) -> bool {
+    status
+        .metadata()
+        .get(STORAGE_HEADER)
+        .is_some_and(|value| value == STORAGE_REFUSED)
 }
 
 /// The encoded size of a message in bytes.

@@ -6,7 +6,9 @@
 use crate::client::{AuthChannel, Clients};
 use crate::v1;
 use crate::v1::blobs_client::BlobsClient;
-use crate::{BLOB_CHUNK_BYTES, RETRY_HEADER, RETRY_NEVER, STORAGE_HEADER, is_unusable_offset, upload_name};
+use crate::{
+    BLOB_CHUNK_BYTES, RETRY_HEADER, RETRY_NEVER, is_storage_full, is_storage_refused, is_unusable_offset, upload_name,
+};
 use aitk_common::backoff::Backoff;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
@@ -83,6 +85,9 @@ fn is_retryable(status: &Status) -> bool {
         status.code(),
         Code::Unavailable | Code::DeadlineExceeded | Code::Unknown | Code::Cancelled | Code::Aborted | Code::Internal
     );
+    if is_storage_refused(status) {
+        return false;
+    }
     match status.metadata().get(RETRY_HEADER) {
         Some(value) => value != RETRY_NEVER,
         None => is_outage,
@@ -320,8 +325,11 @@ async fn next_data(parts: &mut Streaming<v1::GetBlobReply>) -> Result<Option<Vec
 /// Converts a permanent error of the coordinator.
 fn final_error(what: &'static str, hash: Option<ContentHash>, status: &Status) -> StorageError {
     let message = status.message().to_owned();
-    if status.code() == Code::ResourceExhausted && status.metadata().contains_key(STORAGE_HEADER) {
+    if is_storage_full(status) {
         return StorageError::Full { what, message };
+    }
+    if is_storage_refused(status) {
+        return StorageError::CoordinatorRefused { what, message };
     }
     match (status.code(), hash) {
         (Code::NotFound, Some(hash)) => StorageError::NotFound { hash },
@@ -613,6 +621,20 @@ mod tests {
             panic!("a refusal");
         };
         assert_eq!(message, "through the coordinator: 400 Bad Request");
+    }
+
+    /// Every other blob would fail as well, so the job is not to blame.
+    #[test]
+    fn a_storage_that_refuses_the_coordinator_is_neither_an_outage_nor_a_refusal() {
+        let mut status = Status::unavailable("403 Forbidden");
+        assert!(is_retryable(&status));
+        status
+            .metadata_mut()
+            .insert(crate::STORAGE_HEADER, crate::STORAGE_REFUSED.parse().unwrap());
+        assert!(!is_retryable(&status));
+        let error = final_error("store a blob", None, &status);
+        assert!(matches!(error, StorageError::CoordinatorRefused { .. }) && error.is_refusal());
+        assert_eq!(error.to_string(), "the coordinator cannot store a blob: 403 Forbidden");
     }
 
     #[tokio::test]

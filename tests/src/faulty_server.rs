@@ -9,7 +9,7 @@
 //! end 12 200 in=4096 out=0
 //! ```
 
-use crate::server_fault::ServerFault;
+use crate::server_fault::{COORDINATOR_KEY, ServerFault};
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
@@ -74,6 +74,13 @@ async fn answer(
             sleep(POLL_INTERVAL).await;
         }
     }
+    if fault == ServerFault::DenyCoordinator && is_signed_with(&request, COORDINATOR_KEY) {
+        record.status.store(403, Ordering::Relaxed);
+        let text = String::from("<Error><Code>InvalidAccessKeyId</Code></Error>");
+        let mut answer = Response::new(s3s::Body::from(text));
+        *answer.status_mut() = StatusCode::FORBIDDEN;
+        return Ok(answer);
+    }
     let fails = match fault {
         ServerFault::Hang => return Err("the connection is cut without an answer".into()),
         ServerFault::Fail => true,
@@ -112,6 +119,13 @@ async fn answer(
     let answer = answer?;
     record.status.store(answer.status().as_u16(), Ordering::Relaxed);
     Ok(answer.map(|body| s3s::Body::http_body_unsync(MeteredBody { body, meter: download })))
+}
+
+/// Whether a request has a signature of S3 by this access key.
+fn is_signed_with(request: &Request<Incoming>, key: &str) -> bool {
+    let authorization = request.headers().get(hyper::header::AUTHORIZATION);
+    let text = authorization.and_then(|value| value.to_str().ok()).unwrap_or_default();
+    text.contains(&format!("Credential={key}/"))
 }
 
 /// The log record of a request. The request ends when the last reference is dropped.

@@ -2,9 +2,12 @@
 
 use crate::namespaces::Namespaces;
 use crate::processes::{Process, free_address, wait_for_port};
-use crate::server_fault::ServerFault;
+use crate::server_fault::{COORDINATOR_KEY, ServerFault};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+
+/// The access key of everyone.
+const KEY: &str = "test-key";
 
 /// A running S3 server.
 pub struct S3 {
@@ -52,9 +55,10 @@ impl S3 {
         command.args(["--host", &address.ip().to_string()]);
         command.args(["--port", &address.port().to_string()]);
         command.arg("--fault-file").arg(&fault_file);
-        command
-            .args(["--access-key", "test-key", "--secret-key", "test-secret"])
-            .arg(&root);
+        for key in [KEY, COORDINATOR_KEY] {
+            command.args(["--access-key", key, "--secret-key", "test-secret"]);
+        }
+        command.arg(&root);
         let process = Process::start("s3", folder, &mut command);
         if *namespaces == Namespaces::Host {
             wait_for_port(address, &process);
@@ -78,7 +82,7 @@ impl S3 {
     pub fn environment(&self) -> Vec<(String, String)> {
         [
             ("AWS_ENDPOINT_URL", format!("http://{}", self.address)),
-            ("AWS_ACCESS_KEY_ID", "test-key".to_owned()),
+            ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
             ("AWS_SECRET_ACCESS_KEY", "test-secret".to_owned()),
             ("AWS_REGION", "us-east-1".to_owned()),
             ("AWS_ALLOW_HTTP", "true".to_owned()),
@@ -86,6 +90,12 @@ impl S3 {
         .into_iter()
         .map(|(key, value)| (key.to_owned(), value))
         .collect()
+    }
+
+    /// The environment variable that gives the coordinator an access key of its own, see [`ServerFault::DenyCoordinator`].
+    #[must_use]
+    pub fn coordinator_key(&self) -> (String, String) {
+        ("AWS_ACCESS_KEY_ID".to_owned(), COORDINATOR_KEY.to_owned())
     }
 
     /// Sets the current fault.

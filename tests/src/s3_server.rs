@@ -17,8 +17,8 @@ pub struct Settings {
     pub address: SocketAddr,
     /// The file with the current fault; `None` for no faults.
     pub fault_file: Option<PathBuf>,
-    /// The only access key and its secret; `None` to allow every request.
-    pub keys: Option<(String, String)>,
+    /// The access keys with their secrets; empty to allow every request.
+    pub keys: Vec<(String, String)>,
     /// The folder with one sub-folder per bucket.
     pub root: PathBuf,
 }
@@ -30,9 +30,13 @@ pub struct Settings {
 pub async fn serve(settings: Settings) -> anyhow::Result<()> {
     let files = FileSystem::new(&settings.root).map_err(|error| anyhow::anyhow!("{error:?}"))?;
     let mut builder = S3ServiceBuilder::new(files);
-    let open = settings.keys.is_none();
-    if let Some((access, secret)) = settings.keys {
-        builder.set_auth(SimpleAuth::from_single(access, secret));
+    let open = settings.keys.is_empty();
+    if !open {
+        let mut keys = SimpleAuth::new();
+        for (access, secret) in settings.keys {
+            keys.register(access, secret.into());
+        }
+        builder.set_auth(keys);
     }
     let service = builder.build();
     let listener = TcpListener::bind(settings.address).await?;

@@ -3,6 +3,9 @@
 use std::fmt;
 use std::path::Path;
 
+/// The access key of the coordinator, where it has one of its own.
+pub const COORDINATOR_KEY: &str = "coordinator-key";
+
 /// A fault of every request that begins now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServerFault {
@@ -23,6 +26,8 @@ pub enum ServerFault {
     CutAnswer(u64),
     /// `slow N`: bodies are sent and received at N bytes per second.
     Slow(u64),
+    /// `deny-coordinator`: status 403 for requests that are signed with [`COORDINATOR_KEY`].
+    DenyCoordinator,
 }
 
 impl ServerFault {
@@ -59,6 +64,7 @@ impl ServerFault {
             "cut-upload" => Self::CutUpload(number()?),
             "cut-answer" => Self::CutAnswer(number()?),
             "slow" => Self::Slow(number()?),
+            "deny-coordinator" => Self::DenyCoordinator,
             _ => return None,
         })
     }
@@ -75,6 +81,7 @@ impl fmt::Display for ServerFault {
             Self::CutUpload(bytes) => write!(f, "cut-upload {bytes}"),
             Self::CutAnswer(bytes) => write!(f, "cut-answer {bytes}"),
             Self::Slow(rate) => write!(f, "slow {rate}"),
+            Self::DenyCoordinator => write!(f, "deny-coordinator"),
         }
     }
 }
@@ -94,6 +101,7 @@ mod tests {
             ServerFault::CutUpload(10),
             ServerFault::CutAnswer(0),
             ServerFault::Slow(5),
+            ServerFault::DenyCoordinator,
         ] {
             assert_eq!(ServerFault::parse(&fault.to_string()), Some(fault));
         }

@@ -28,12 +28,15 @@ fn file_cause(error: &FsError) -> FailureCause {
     }
 }
 
-/// A failure because of object storage. The cause decides whether it counts: an outage ends by itself and does not count, a refusal does,
-/// because the job would otherwise be tried again for ever.
+/// A failure because of object storage. The cause decides whether it counts: an outage ends by itself and does not count; neither does a
+/// refusal of the coordinator, which every job meets; a refusal of this worker or of this content does, because the job would otherwise be
+/// tried again for ever.
 pub(crate) fn storage_failure(what: &str, error: &StorageError) -> Outcome {
     let cause = match error {
         StorageError::Local(error) => file_cause(error),
-        StorageError::Unavailable { .. } | StorageError::Full { .. } => FailureCause::Storage,
+        StorageError::Unavailable { .. } | StorageError::Full { .. } | StorageError::CoordinatorRefused { .. } => {
+            FailureCause::Storage
+        }
         // The worker was refused and not the job. While that lasts, it gets no work.
         StorageError::Unauthenticated { .. } => FailureCause::Interrupted,
         StorageError::NotFound { .. }
@@ -80,6 +83,10 @@ mod tests {
                 message: message.clone(),
             },
             StorageError::Full {
+                what,
+                message: message.clone(),
+            },
+            StorageError::CoordinatorRefused {
                 what,
                 message: message.clone(),
             },

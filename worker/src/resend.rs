@@ -31,6 +31,7 @@ impl From<StorageError> for ResendError {
     fn from(error: StorageError) -> Self {
         match error {
             error if error.is_full() || error.is_transient() => Self::Retry(error.to_string()),
+            StorageError::CoordinatorRefused { .. } => Self::Retry(error.to_string()),
             StorageError::Malformed { .. } => Self::Damaged(error.to_string()),
             StorageError::Local(error) => Self::unreadable("its files", error.io()),
             error => Self::NextSession(error.to_string()),

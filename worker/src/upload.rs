@@ -30,7 +30,7 @@ const TRY_TIMEOUT: Duration = Duration::from_secs(60);
 const REFUSAL_RETRY_DELAY: Duration = Duration::from_secs(2);
 /// How often a commit is asked for: 14 seconds of delays.
 const COMMIT_TRIES: u32 = 4;
-/// How often a file is announced: 62 seconds of delays. Without it the attempt fails.
+/// How often a file that is refused is announced: 62 seconds of delays. Without it the attempt fails.
 const ANNOUNCEMENT_TRIES: u32 = 6;
 /// Delays between retries of a failed upload; each is twice the one before.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -51,8 +51,13 @@ pub(crate) enum ResultItem {
 
 /// Why a result was not stored.
 enum UploadError {
-    /// Storage is full or unreachable: the job goes on, and the upload is retried.
-    Retryable(StorageError),
+    /// Storage is full, unreachable or refuses the coordinator: the job goes on, and the upload is retried.
+    Retryable {
+        /// The error, for the log of the job.
+        problem: String,
+        /// How the attempt ends if its end has waited for too long.
+        outcome: Outcome,
+    },
     /// The attempt fails with this outcome.
     Fatal(Outcome),
 }
@@ -99,11 +104,14 @@ pub(crate) async fn run(
                 settle(item.pinned());
             }
             Err(UploadError::Fatal(outcome)) => return Err(outcome),
-            Err(UploadError::Retryable(error)) => {
+            Err(UploadError::Retryable { problem, outcome }) => {
                 let has_job_ended = queue.is_closed() && queue.is_empty();
                 let Some(delay) = retry_delay.next_delay(has_job_ended, context.end_timeout) else {
-                    return Err(storage_failure(&format!("could not store {}", item.name()), &error));
+                    return Err(outcome);
                 };
+                if has_job_ended {
+                    reporter.phase("waiting for object storage").await;
+                }
                 let goes_on = if has_job_ended {
                     "the job ends when it is stored"
                 } else {
@@ -111,7 +119,7 @@ pub(crate) async fn run(
                 };
                 let seconds = delay.as_secs().max(1);
                 let message = format!(
-                    "{} could not be stored: {error}; {goes_on}, next try in {seconds} s",
+                    "{} could not be stored: {problem}; {goes_on}, next try in {seconds} s",
                     item.name()
                 );
                 reporter.log("warn", message).await;
@@ -204,13 +212,13 @@ async fn upload_item(
             Ok(())
         }
         ResultItem::Artifact { artifact, .. } if local => {
-            Ok(announce(reporter, artifact.clone(), REFUSAL_RETRY_DELAY).await?)
+            announce(reporter, artifact.clone(), REFUSAL_RETRY_DELAY).await
         }
         ResultItem::Checkpoint { .. } if local => Ok(()),
         ResultItem::Artifact { artifact, pinned } => {
             let timeout = TRY_TIMEOUT.min(context.storage_timeout);
             let artifact = upload_file(context, artifact.clone(), pinned, timeout).await?;
-            Ok(announce(reporter, artifact, REFUSAL_RETRY_DELAY).await?)
+            announce(reporter, artifact, REFUSAL_RETRY_DELAY).await
         }
         ResultItem::Checkpoint { pinned, step } => commit_checkpoint(context, reporter, trace, pinned, *step).await,
     }
@@ -219,11 +227,20 @@ async fn upload_item(
 /// Decides whether a storage error can be retried.
 fn classify_error(what: &str, error: StorageError) -> UploadError {
     match error {
-        error if error.is_full() || error.is_transient() => UploadError::Retryable(error),
+        error if error.is_full() || error.is_transient() => retryable(what, &error),
+        // An operator has to mend the coordinator's storage. Another attempt would end in the same way, and its work would be lost.
+        StorageError::CoordinatorRefused { .. } => retryable(what, &error),
         // The session of this worker ends too, and the next one has a new token or certificate.
-        error @ StorageError::Unauthenticated { .. } => UploadError::Retryable(error),
+        StorageError::Unauthenticated { .. } => retryable(what, &error),
         // Repeating the request does not help. Another attempt tries again; a refusal counts as a failure of the job.
         error => UploadError::Fatal(storage_failure(what, &error)),
+    }
+}
+
+fn retryable(what: &str, error: &StorageError) -> UploadError {
+    UploadError::Retryable {
+        problem: error.to_string(),
+        outcome: storage_failure(what, error),
     }
 }
 
@@ -295,23 +312,27 @@ async fn upload_file(
 /// Announces a file to the coordinator.
 ///
 /// # Errors
-/// If the coordinator does not accept it after [`ANNOUNCEMENT_TRIES`]: a job must not count as complete without its results. Another attempt
-/// makes them again. That counts as a failure if the coordinator refuses the file, for example because this worker stores its files where
-/// the coordinator does not find them: the job would otherwise be tried again for ever.
-async fn announce(reporter: &Reporter, artifact: Artifact, first_delay: Duration) -> Result<(), Outcome> {
+/// If the coordinator does not accept it: a job must not count as complete without its results. While the coordinator cannot decide, because
+/// its storage does not answer or refuses it, the file is announced again. If it refuses the file [`ANNOUNCEMENT_TRIES`] times, for example
+/// because this worker stores its files where the coordinator does not find them, another attempt makes the file again. That counts as a failure,
+/// because the job would otherwise be tried again for ever.
+async fn announce(reporter: &Reporter, artifact: Artifact, first_delay: Duration) -> Result<(), UploadError> {
     let name = artifact.name.clone();
     let request = || Request::ArtifactReady(artifact.clone());
     let answer = request_until_accepted(reporter, request, ANNOUNCEMENT_TRIES, first_delay).await;
     if answer.accepted {
         return Ok(());
     }
-    let cause = match answer.is_temporary {
-        true => FailureCause::Storage,
-        false => FailureCause::Machine,
-    };
-    Err(Outcome::Failed {
+    let failed = |cause| Outcome::Failed {
         cause,
         message: format!("the file {name} was not accepted: {}", answer.message),
+    };
+    Err(match answer.is_temporary {
+        true => UploadError::Retryable {
+            problem: answer.message.clone(),
+            outcome: failed(FailureCause::Storage),
+        },
+        false => UploadError::Fatal(failed(FailureCause::Machine)),
     })
 }
 
@@ -337,15 +358,22 @@ async fn commit_checkpoint(
     drop(upload);
     let mut commit_span = checkpoint_span.start_step("commit");
     let answer = request_commit(reporter, manifest, step).await;
-    if !answer.accepted {
-        commit_span.set_error(answer.message.as_str());
-        reporter
-            .log(
-                "warn",
-                format!("the checkpoint of step {step} was not committed: {}", answer.message),
-            )
-            .await;
+    if answer.accepted {
+        return Ok(());
     }
+    commit_span.set_error(answer.message.as_str());
+    let message = format!("the checkpoint of step {step} was not committed: {}", answer.message);
+    if answer.is_temporary {
+        // It may be the only one. A newer one replaces it.
+        return Err(UploadError::Retryable {
+            problem: answer.message,
+            outcome: Outcome::Failed {
+                cause: FailureCause::Storage,
+                message,
+            },
+        });
+    }
+    reporter.log("warn", message).await;
     Ok(())
 }
 
@@ -355,8 +383,9 @@ pub(crate) async fn request_commit(reporter: &Reporter, manifest: ContentHash, s
     request_until_accepted(reporter, request, COMMIT_TRIES, REFUSAL_RETRY_DELAY).await
 }
 
-/// Repeats a request that is refused, because the coordinator may not reach its storage for a time. The delay doubles after each try. The
-/// number of tries is small: other results wait behind this one, and a refusal may be for good.
+/// Repeats a request that is refused, because another coordinator may see what this one does not. The delay doubles after each try. The
+/// number of tries is small: other results wait behind this one, and a refusal may be for good. An answer that says that the coordinator cannot
+/// decide now is returned at once.
 async fn request_until_accepted(
     reporter: &Reporter,
     request: impl Fn() -> Request,
@@ -367,7 +396,7 @@ async fn request_until_accepted(
     loop {
         let answer = reporter.request(request()).await;
         left -= 1;
-        if answer.accepted || left == 0 {
+        if answer.accepted || answer.is_temporary || left == 0 {
             return answer;
         }
         tokio::time::sleep(delay).await;
@@ -424,7 +453,7 @@ mod tests {
     }
 
     /// Announces a file to a coordinator that does not accept it this many times. The result, and how many announcements there were.
-    async fn announced(refusals: u32, is_temporary: bool) -> (Result<(), Outcome>, u32) {
+    async fn announced(refusals: u32, is_temporary: bool) -> (Result<(), UploadError>, u32) {
         let held = AttemptRef {
             attempt: AttemptId::new("j1-0-1"),
             epoch: Epoch(1),
@@ -455,16 +484,32 @@ mod tests {
 
     #[tokio::test]
     async fn a_file_that_is_refused_for_a_time_is_announced_again() {
-        assert!(matches!(announced(2, true).await, (Ok(()), 3)));
-        for (is_temporary, expected) in [(true, FailureCause::Storage), (false, FailureCause::Machine)] {
-            let (refused, count) = announced(u32::MAX, is_temporary).await;
-            assert_eq!(count, ANNOUNCEMENT_TRIES);
-            let Err(Outcome::Failed { cause, message }) = refused else {
-                panic!("a file that is never accepted ends the attempt");
-            };
-            assert_eq!(cause, expected);
-            assert_eq!(message, "the file a was not accepted: storage took too long");
-        }
+        assert!(matches!(announced(2, false).await, (Ok(()), 3)));
+        let (refused, count) = announced(u32::MAX, false).await;
+        assert_eq!(count, ANNOUNCEMENT_TRIES);
+        let Err(UploadError::Fatal(Outcome::Failed { cause, message })) = refused else {
+            panic!("a file that is never accepted ends the attempt");
+        };
+        assert_eq!(cause, FailureCause::Machine);
+        assert_eq!(message, "the file a was not accepted: storage took too long");
+    }
+
+    /// Before, the attempt failed after a minute, and its work was lost.
+    #[tokio::test]
+    async fn a_file_is_kept_while_the_coordinator_cannot_decide() {
+        let (waiting, count) = announced(u32::MAX, true).await;
+        assert_eq!(count, 1);
+        let Err(UploadError::Retryable { problem, outcome }) = waiting else {
+            panic!("the attempt goes on");
+        };
+        assert_eq!(problem, "storage took too long");
+        assert!(matches!(
+            outcome,
+            Outcome::Failed {
+                cause: FailureCause::Storage,
+                ..
+            }
+        ));
     }
 
     #[test]
@@ -488,8 +533,16 @@ mod tests {
             what,
             message: message.clone(),
         };
-        for temporary in [full, StorageError::Unauthenticated { what, message }] {
-            assert!(matches!(classify_error("", temporary), UploadError::Retryable(_)));
+        let coordinator_refused = StorageError::CoordinatorRefused {
+            what,
+            message: message.clone(),
+        };
+        for temporary in [
+            full,
+            coordinator_refused,
+            StorageError::Unauthenticated { what, message },
+        ] {
+            assert!(matches!(classify_error("", temporary), UploadError::Retryable { .. }));
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::format::{printable, printable_lines};
+use aitk_proto::{RETRY_HEADER, RETRY_LATER, is_storage_refused};
 use tonic::{Code, Status};
 
 /// Why a call failed.
@@ -71,6 +72,14 @@ pub(super) fn tls_hint(problem: &str) -> Option<&'static str> {
 #[must_use]
 pub fn status_failure(server: &str, status: &Status) -> Failure {
     let message = printable_lines(status.message());
+    if is_storage_refused(status) {
+        return Failure::new(Exit::Internal, format!("{server} cannot use its storage: {message}"))
+            .hint("the person who runs the coordinator has to mend that; nothing is wrong with the job or the token");
+    }
+    if is_busy(status) {
+        return Failure::new(Exit::Unreachable, format!("{server} is busy: {message}"))
+            .hint("nothing was done; run the command again in a while");
+    }
     match status.code() {
         Code::NotFound => Failure::not_found(message),
         Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, message)
@@ -105,6 +114,16 @@ pub fn status_failure(server: &str, status: &Status) -> Failure {
         ),
         _ => Failure::failed(format!("{server} answered: {message}")),
     }
+}
+
+/// Whether the call came at a bad moment, as with too many calls at once: the coordinator did nothing, and the same call may succeed soon.
+#[must_use]
+pub fn is_busy(status: &Status) -> bool {
+    status.code() == Code::ResourceExhausted
+        && status
+            .metadata()
+            .get(RETRY_HEADER)
+            .is_some_and(|value| value == RETRY_LATER)
 }
 
 fn is_transport(status: &Status) -> bool {
@@ -187,6 +206,16 @@ mod tests {
         ] {
             assert_eq!(status_failure("http://s", &status).exit, exit);
         }
+        let marked = |mut status: Status, header: &'static str, value: &'static str| {
+            status.metadata_mut().insert(header, value.parse().unwrap());
+            status_failure("http://s", &status)
+        };
+        let busy = marked(Status::resource_exhausted("512 calls"), RETRY_HEADER, RETRY_LATER);
+        assert_eq!(busy.exit, Exit::Unreachable);
+        assert_eq!(busy.message, "http://s is busy: 512 calls");
+        let refused = Status::unavailable("object storage refused to store a blob");
+        let refused = marked(refused, aitk_proto::STORAGE_HEADER, aitk_proto::STORAGE_REFUSED);
+        assert_eq!(refused.exit, Exit::Internal);
         for code in 1..=16 {
             let status = Status::new(Code::from_i32(code), "two\nlines \x1b]52;c;x\x07");
             let shown = status_failure("http://s", &status).render(false);

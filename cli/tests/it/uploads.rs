@@ -1,11 +1,18 @@
-//! Uploads to a real coordinator over connections that break.
+//! Uploads to a real coordinator over connections that break, and to one that has too many calls.
 
 use aitk_cli::api::Api;
 use aitk_cli::download::fetch;
+use aitk_cli::exit::Exit;
 use aitk_cli::output::Ui;
 use aitk_cli::upload::{Upload, hash_inputs};
+use aitk_proto::client::{Clients, connect};
+use aitk_proto::v1;
 use aitk_tests::breaking_proxy::BreakingProxy;
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 
 const BYTES: usize = 32 << 20;
 
@@ -36,5 +43,99 @@ async fn a_broken_upload_continues_where_it_stopped() {
     let target = folder.path().join("got.bin");
     fetch(&direct, hash, BYTES as u64, &target, |_| {}).await.unwrap();
     assert!(std::fs::read(&target).unwrap() == content, "wrong content");
+    coordinator.shutdown().await;
+}
+
+/// How many calls of one user the coordinator has at once, and how many of them a connection carries.
+const MAX_CALLS: usize = 512;
+const CALLS_OF_CONNECTION: usize = 90;
+
+/// Opens as many calls as one user may have. They end when the result is dropped.
+async fn use_up_calls(url: &str, token: &str) -> Vec<mpsc::Sender<v1::PutBlobRequest>> {
+    let mut senders = Vec::new();
+    let mut clients: Option<Clients> = None;
+    for number in 0..MAX_CALLS {
+        if number % CALLS_OF_CONNECTION == 0 {
+            clients = Some(connect(url, token, None).await.unwrap());
+        }
+        let mut blobs = clients.as_ref().unwrap().blobs.clone();
+        let (sender, receiver) = mpsc::channel(1);
+        tokio::spawn(async move { blobs.put(ReceiverStream::new(receiver)).await });
+        senders.push(sender);
+    }
+    senders
+}
+
+async fn start_coordinator(folder: &std::path::Path) -> aitk_coordinator::CoordinatorHandle {
+    let mut config = aitk_coordinator::Config::new(folder.join("coordinator"));
+    config.bind = "127.0.0.1:0".parse().unwrap();
+    aitk_coordinator::start(config).await.unwrap()
+}
+
+/// Before, such a call failed at once, with the exit code of a failed command.
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_and_uploads_wait_while_the_coordinator_is_busy_and_say_so_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let coordinator = start_coordinator(folder.path()).await;
+    let source = folder.path().join("data.bin");
+    std::fs::write(&source, [7; 1000]).unwrap();
+    let notices = Arc::new(Mutex::new(Vec::new()));
+    let printed = notices.clone();
+    let connected = Api::connect(&coordinator.url(), &coordinator.token, None)
+        .await
+        .unwrap();
+    let api = connected.with_wait_notice(move |text| printed.lock().unwrap().push(text.to_owned()));
+    let ui = Ui::silent();
+    let staged = hash_inputs(&ui, &BTreeMap::from([("data.bin".to_owned(), source)]))
+        .await
+        .unwrap();
+    let calls = use_up_calls(&coordinator.url(), &coordinator.token).await;
+    let began = Instant::now();
+    while notices.lock().unwrap().is_empty() {
+        assert!(began.elapsed() < Duration::from_secs(20), "no call was refused");
+        // The first calls may come before the last of the others.
+        let _ = tokio::time::timeout(Duration::from_millis(100), api.info()).await;
+    }
+    let upload = async {
+        let upload = Upload::plan(&api, &ui, staged).await.unwrap();
+        upload.send(&api, &ui).await.unwrap()
+    };
+    let calls_end = async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        drop(calls);
+    };
+    let (info, sent, ()) = tokio::join!(api.info(), upload, calls_end);
+    info.unwrap();
+    assert_eq!(sent[0].sent_bytes, 1000);
+    let notices = notices.lock().unwrap().clone();
+    assert_eq!(notices.len(), 1, "{notices:?}");
+    for part in ["is busy", "waiting"] {
+        assert!(notices[0].contains(part), "{part}: {notices:?}");
+    }
+    coordinator.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_coordinator_that_stays_busy_is_5() {
+    let folder = tempfile::tempdir().unwrap();
+    let coordinator = start_coordinator(folder.path()).await;
+    let api = Api::connect(&coordinator.url(), &coordinator.token, None)
+        .await
+        .unwrap();
+    let _calls = use_up_calls(&coordinator.url(), &coordinator.token).await;
+    let began = Instant::now();
+    // The first calls may come before the last of the others.
+    let failure = loop {
+        match api.info().await {
+            Ok(_) => assert!(began.elapsed() < Duration::from_secs(20), "no call was refused"),
+            Err(failure) => break failure,
+        }
+    };
+    assert_eq!(failure.exit, Exit::Unreachable);
+    assert!(
+        failure.message.contains("is busy") && !failure.hints.is_empty(),
+        "{failure:?}"
+    );
+    assert!(began.elapsed() > Duration::from_secs(25), "{:?}", began.elapsed());
     coordinator.shutdown().await;
 }

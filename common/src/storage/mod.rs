@@ -165,12 +165,21 @@ pub enum StorageError {
         /// The last error.
         message: String,
     },
-    /// The credentials were refused. Not retried.
-    #[error("object storage refused to {what}: {message}. Check the access keys and what they may do")]
+    /// The credentials were refused, or the bucket does not exist: every request like this one fails until somebody mends that. Not retried.
+    #[error("object storage refused to {what}: {message}. Check the address, the access keys and what they may do")]
     Denied {
         /// The operation as a verb phrase.
         what: &'static str,
         /// The server's error.
+        message: String,
+    },
+    /// The coordinator, through which the blobs are transferred, cannot use its own storage or disk, whatever is stored there: its credentials are
+    /// wrong, for example. Not retried here; it may succeed when the person who runs the coordinator has mended that.
+    #[error("the coordinator cannot {what}: {message}")]
+    CoordinatorRefused {
+        /// The operation as a verb phrase.
+        what: &'static str,
+        /// The coordinator's error.
         message: String,
     },
     /// The coordinator, through which the blobs are transferred, does not accept the caller's token or certificate. Not retried here; the caller
@@ -233,6 +242,12 @@ impl StorageError {
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. })
+    }
+
+    /// Whether a later retry may succeed, because the storage refused whoever asked, and not what was asked for.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Self::Denied { .. } | Self::CoordinatorRefused { .. })
     }
 
     /// Whether the storage was full.

@@ -316,6 +316,11 @@ pub enum Event {
         /// Free bytes, and bytes that are reserved for the database; none: there is room.
         full: Option<(u64, u64)>,
     },
+    /// Whether the object storage refuses the coordinator, whatever is stored: its credentials or its bucket are wrong.
+    StorageRefusal {
+        /// The error, as text; none: the storage can be used.
+        error: Option<String>,
+    },
     /// Time has passed: checks leases, deadlines and quarantines.
     Tick,
 }

@@ -205,6 +205,9 @@ impl State {
         if let Some((free, reserved)) = self.storage_full {
             return WaitReason::StorageFull { free, reserved };
         }
+        if let Some(error) = &self.storage_refusal {
+            return WaitReason::StorageRefusal { error };
+        }
         if let (
             QueueState::ArrayLimited,
             Some(ArrayMembership {

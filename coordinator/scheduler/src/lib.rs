@@ -154,6 +154,7 @@ impl State {
             } => self.assignment_failed(&mut changes, session, &held, reason, transient),
             Event::Stalled { by } => self.extend_leases(by),
             Event::StorageSpace { full } => self.storage_full = full,
+            Event::StorageRefusal { error } => self.storage_refusal = error,
             Event::Tick => self.tick(&mut changes),
         }
         self.place_waiting_jobs(&mut changes);

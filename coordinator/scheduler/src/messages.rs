@@ -46,6 +46,9 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
                 gib(*reserved)
             )
         }
+        WaitReason::StorageRefusal { error } => {
+            format!("waits until the object storage accepts the coordinator again: {error}")
+        }
         WaitReason::ArrayLimit { array, at_most } => {
             format!(
                 "at most {at_most} jobs of its array {array} may run at the same time; one of them has to end first"

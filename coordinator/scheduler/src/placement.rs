@@ -67,8 +67,8 @@ impl State {
 
     /// Places the jobs of all candidate classes in queue order.
     fn place_candidates(&mut self, changes: &mut Changes) {
-        // While there is no room for results, the classes stay candidates.
-        if self.classes.candidates.is_empty() || self.storage_full.is_some() {
+        // While results cannot be stored, the classes stay candidates.
+        if self.classes.candidates.is_empty() || self.cannot_store_results() {
             return;
         }
         let mut round = self.begin_round();

@@ -34,6 +34,8 @@ pub(super) enum WaitReason<'a> {
     },
     /// There is no room for results on the coordinator's disk. In bytes.
     StorageFull { free: u64, reserved: u64 },
+    /// The object storage refuses the coordinator. `error` is what it answered.
+    StorageRefusal { error: &'a str },
     /// As many members of its array run as may.
     ArrayLimit { array: &'a JobId, at_most: u32 },
     /// No worker is connected.

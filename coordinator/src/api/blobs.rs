@@ -3,12 +3,15 @@
 //! (`super::unfinished_uploads`).
 
 use super::auth::caller;
-use super::shared::Shared;
-use super::status::{storage_full_status, storage_status, store_status, token_ended_status};
+use super::shared::{Shared, run_to_end};
+use super::status::{
+    local_disk_status, storage_full_status, storage_refused_status, storage_status, store_status, token_ended_status,
+};
 use super::unfinished_uploads::{PartialUpload, ReceivingUpload, UploadKey};
 use crate::access::Identity;
-use crate::blob_access::VisibleBlobs;
+use crate::blob_access::{ActiveCall, VisibleBlobs};
 use crate::disk_reserve::SpaceReservation;
+use crate::transfer_limit::TransferPermit;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
@@ -47,11 +50,11 @@ fn parse(text: &str) -> Result<ContentHash, Status> {
     ContentHash::parse(text).map_err(|error| Status::invalid_argument(format!("sha256: {error}")))
 }
 
-fn local_disk_status(error: &std::io::Error) -> Status {
-    if error.kind() == std::io::ErrorKind::StorageFull {
-        return storage_full_status("the coordinator's disk is full".into());
-    }
-    Status::internal(format!("the coordinator's disk failed: {error}"))
+/// What an upload holds until it is stored.
+struct StoringGuards {
+    _active_call: ActiveCall,
+    _permit: TransferPermit,
+    _space: SpaceReservation,
 }
 
 impl BlobsApi {
@@ -205,10 +208,14 @@ impl BlobsApi {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
-        let _active_call = self.0.blob_access.begin_call(who);
+        let active_call = self.0.blob_access.begin_call(who);
         let visible = self.check_upload(who, hash).await?;
         if self.find_present(&visible, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
+        }
+        // Before the data is sent.
+        if let Some(refusal) = self.0.storage_monitor.refusal() {
+            return Err(storage_refused_status(refusal.to_string()));
         }
         let mut upload = self.begin_upload(who, &visible, &header, hash).await?;
         // Acquired before the file is created, so that the disk holds a bounded number of files.
@@ -216,9 +223,28 @@ impl BlobsApi {
             permit = self.0.uploads.permit(&who.name) => permit,
             () = upload.taken_over() => return Err(taken_over_status()),
         };
-        let _permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
-        let _space = self.reserve_space(header.bytes, header.bytes.saturating_sub(header.offset))?;
+        let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
+        let space = self.reserve_space(header.bytes, header.bytes.saturating_sub(header.offset))?;
         self.receive_data(who, header.bytes, &mut parts, &mut upload).await?;
+        let guards = StoringGuards {
+            _active_call: active_call,
+            _permit: permit,
+            _space: space,
+        };
+        let (api, who) = (Self(self.0.clone()), who.clone());
+        // Also when the sender cancels the call: the blob may be stored all the same, and would not be counted.
+        run_to_end(async move { api.store(&who, hash, header.bytes, upload, guards).await }).await
+    }
+
+    /// Stores an upload that is complete, and records it.
+    async fn store(
+        &self,
+        who: &Identity,
+        hash: ContentHash,
+        bytes: u64,
+        mut upload: ReceivingUpload,
+        _guards: StoringGuards,
+    ) -> Result<Response<v1::PutBlobReply>, Status> {
         // The attempt may have ended during the upload.
         if let Err(refused) = self.check_upload(who, hash).await {
             if refused.code() == Code::PermissionDenied {
@@ -230,13 +256,13 @@ impl BlobsApi {
         // The storage verifies the hash. No other call takes the upload over meanwhile: it would have it stored from the beginning, and of two
         // calls that take it from each other none would end.
         if let Err(error) = self.0.blobs.put_file(hash, upload.path()).await {
-            // While the storage does not answer, the bytes are kept for the next try.
-            if !error.is_transient() {
+            // While the storage does not answer, or refuses this coordinator, the bytes are kept for the next try.
+            if !(error.is_transient() || error.is_refusal()) {
                 upload.discard();
             }
             return Err(storage_status(&error));
         }
-        self.0.blob_access.record_upload(who, hash, header.bytes).await?;
+        self.0.blob_access.record_upload(who, hash, bytes).await?;
         upload.commit();
         self.0
             .pins
@@ -261,7 +287,11 @@ impl BlobsApi {
             Ok(file) => file,
             Err(error) => {
                 upload.discard();
-                return Err(local_disk_status(&error));
+                return Err(local_disk_status(
+                    "open a file for an upload in",
+                    &self.0.upload_folder,
+                    error,
+                ));
             }
         };
         loop {
@@ -299,7 +329,7 @@ impl BlobsApi {
             }
             if let Err(error) = file.write_all(&data).await {
                 upload.discard();
-                return Err(local_disk_status(&error));
+                return Err(local_disk_status("write an upload in", &self.0.upload_folder, error));
             }
             upload.add(length);
             // Time in which we throttled the sender does not count.
@@ -311,7 +341,7 @@ impl BlobsApi {
         }
         if let Err(error) = file.flush().await {
             upload.discard();
-            return Err(local_disk_status(&error));
+            return Err(local_disk_status("write an upload in", &self.0.upload_folder, error));
         }
         let received = upload.received();
         if received != bytes {

@@ -9,6 +9,7 @@ use crate::disk_reserve::DiskSpace;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
 use crate::scheduler_task::SchedulerHandle;
+use crate::storage_monitor::StorageMonitor;
 use crate::store::Store;
 use crate::transfer_limit::{TransferLimiter, UploadRate};
 use aitk_common::control_plane::UnixMillis;
@@ -35,6 +36,8 @@ pub(crate) struct Shared {
     pub(crate) collector: Collector,
     /// Scheme of the storage URL.
     pub(crate) storage: String,
+    /// Whether the object storage refuses the coordinator.
+    pub(crate) storage_monitor: StorageMonitor,
     pub(crate) started: UnixMillis,
     pub(crate) lease: Duration,
     /// Default number of retries of a job.

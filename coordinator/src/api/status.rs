@@ -5,9 +5,12 @@ use crate::blob_access::BlobAccessError;
 use crate::scheduler_task::SchedulerStopped;
 use crate::store::StoreError;
 use aitk_common::error_chain::error_chain;
+use aitk_common::fsutil::FsError;
 use aitk_common::storage::StorageError;
-use aitk_proto::{RETRY_HEADER, RETRY_LATER, RETRY_NEVER, STORAGE_HEADER};
+use aitk_proto::{RETRY_HEADER, RETRY_LATER, RETRY_NEVER, STORAGE_FULL, STORAGE_HEADER, STORAGE_REFUSED};
 use aitk_scheduler::Refusal;
+use std::io;
+use std::path::Path;
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
@@ -69,8 +72,23 @@ pub(crate) fn storage_full_status(text: String) -> Status {
     let mut status = Status::resource_exhausted(text);
     status
         .metadata_mut()
-        .insert(STORAGE_HEADER, MetadataValue::from_static("full"));
+        .insert(STORAGE_HEADER, MetadataValue::from_static(STORAGE_FULL));
     status
+}
+
+/// Status for a storage or a disk that the coordinator cannot use until somebody mends it: marked with a header, so that clients neither
+/// repeat the call at once nor take it for a refusal of what they sent. Clients of older versions take it for an outage.
+pub(crate) fn storage_refused_status(text: String) -> Status {
+    let mut status = Status::unavailable(text);
+    status
+        .metadata_mut()
+        .insert(STORAGE_HEADER, MetadataValue::from_static(STORAGE_REFUSED));
+    status
+}
+
+/// Status of an error in a folder on the coordinator's own disk. `action` is what the coordinator did there, as a verb phrase.
+pub(super) fn local_disk_status(action: &'static str, folder: &Path, error: io::Error) -> Status {
+    storage_status(&FsError::new(action, folder, error).into())
 }
 
 /// Status for a call that came at a bad moment: marked with a header, so that a worker does not take it for the refusal of what it sent.
@@ -87,13 +105,17 @@ pub(crate) fn storage_status(error: &StorageError) -> Status {
     let text = error_chain(error);
     match error {
         StorageError::Full { .. } => storage_full_status(text),
-        StorageError::Local(error) if error.is_disk_full() => storage_full_status(text),
+        StorageError::Local(error) if error.is_disk_full() => {
+            storage_full_status(format!("on the coordinator: {text}"))
+        }
         StorageError::NotFound { .. } => Status::not_found(text),
         StorageError::Corrupt { .. } => Status::data_loss(text),
         StorageError::TooLarge { .. } => Status::invalid_argument(text),
         StorageError::Unavailable { .. } => Status::unavailable(text),
-        StorageError::Denied { .. } => Status::permission_denied(text),
-        StorageError::Local(_) => Status::resource_exhausted(text),
+        StorageError::Denied { .. } | StorageError::CoordinatorRefused { .. } => storage_refused_status(text),
+        StorageError::Local(_) => storage_refused_status(format!(
+            "the coordinator's disk failed: {text}. The person who runs the coordinator has to check that folder and its disk"
+        )),
         StorageError::Unsupported { .. } => Status::unimplemented(text),
         // Without the header, a worker takes `internal` for an outage, which never counts against a job: it would be tried again for ever.
         StorageError::Unauthenticated { .. }
@@ -133,5 +155,43 @@ mod tests {
         });
         assert_eq!(unavailable.code(), tonic::Code::Unavailable);
         assert!(!unavailable.metadata().contains_key(RETRY_HEADER));
+    }
+
+    #[test]
+    fn an_error_of_the_coordinators_disk_says_what_failed_where_and_that_it_may_end() {
+        let folder = Path::new("/srv/aitk/transit");
+        let full = local_disk_status(
+            "write a blob in",
+            folder,
+            io::Error::from_raw_os_error(nix::libc::ENOSPC),
+        );
+        assert_eq!(full.code(), tonic::Code::ResourceExhausted);
+        assert_eq!(full.metadata().get(STORAGE_HEADER).unwrap(), STORAGE_FULL);
+        for part in [
+            "on the coordinator: disk full: could not write a blob in /srv/aitk/transit; free some space there",
+            "No space left on device",
+        ] {
+            assert!(full.message().contains(part), "{part}: {}", full.message());
+        }
+        let failed = local_disk_status("write a blob in", folder, io::Error::from_raw_os_error(nix::libc::EIO));
+        assert_eq!(failed.code(), tonic::Code::Unavailable);
+        assert_eq!(failed.metadata().get(STORAGE_HEADER).unwrap(), STORAGE_REFUSED);
+        for part in [
+            "write a blob in /srv/aitk/transit",
+            "Input/output error",
+            "check that folder",
+        ] {
+            assert!(failed.message().contains(part), "{part}: {}", failed.message());
+        }
+    }
+
+    #[test]
+    fn a_storage_that_refuses_the_coordinator_does_not_refuse_the_caller() {
+        let denied = storage_status(&StorageError::Denied {
+            what: "store a blob",
+            message: "403 Forbidden".to_owned(),
+        });
+        assert_eq!(denied.code(), tonic::Code::Unavailable);
+        assert_eq!(denied.metadata().get(STORAGE_HEADER).unwrap(), STORAGE_REFUSED);
     }
 }

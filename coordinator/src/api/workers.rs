@@ -433,12 +433,18 @@ impl Session<'_> {
                 format!("storage took too long to check {reference}"),
             ),
         };
-        tracing::warn!(session = self.id.0, message, "did not accept a request");
+        // The monitor has logged a refusal of the storage once. Each worker repeats its requests while it lasts.
+        if self.shared.storage_monitor.refusal().is_some() {
+            tracing::debug!(session = self.id.0, message, "did not accept a request");
+        } else {
+            tracing::warn!(session = self.id.0, message, "did not accept a request");
+        }
         Err((verdict, message))
     }
 }
 
-/// The verdict on a request whose blobs could not be read: refused for good if a blob itself is wrong.
+/// The verdict on a request whose blobs could not be read: refused for good if a blob itself is wrong. For every other error the worker is not to
+/// blame, whether it ends by itself or an operator has to mend the storage, so the worker keeps the result and asks again.
 fn verdict_of(error: &StorageError) -> Verdict {
     match error {
         StorageError::NotFound { .. }
@@ -448,6 +454,7 @@ fn verdict_of(error: &StorageError) -> Verdict {
         | StorageError::Name(_) => Verdict::Refused,
         StorageError::Unavailable { .. }
         | StorageError::Denied { .. }
+        | StorageError::CoordinatorRefused { .. }
         | StorageError::Unauthenticated { .. }
         | StorageError::Address { .. }
         | StorageError::Local(_)

@@ -275,7 +275,7 @@ impl BlobAccess {
         }
         let files = match self.lists.files(self.blobs.as_ref(), reference).await {
             Ok(files) => files,
-            Err(error @ (StorageError::Unavailable { .. } | StorageError::Denied { .. })) => return Err(error.into()),
+            Err(error) if error.is_transient() || error.is_refusal() => return Err(error.into()),
             // An unreadable list makes nothing visible; a request for the list itself reports the error.
             Err(_) => Files::from([]),
         };

@@ -1,5 +1,6 @@
 //! Limits how much a worker may upload before a job refers to it.
 
+use super::uploads::counted_bytes;
 use aitk_common::id::AttemptId;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -60,8 +61,9 @@ fn lock(usage: &Mutex<HashMap<String, Usage>>) -> MutexGuard<'_, HashMap<String,
 }
 
 impl UnreferencedUploadLimiter {
-    /// Reserves bytes; `None` when that exceeds the limit.
+    /// Reserves bytes; `None` when that exceeds the limit. A small blob counts with the least size, so their number is limited, too.
     pub(super) fn reserve(&self, name: &str, attempts: BTreeSet<AttemptId>, bytes: u64) -> Option<Reservation> {
+        let bytes = counted_bytes(bytes);
         let mut all = lock(&self.usage);
         let usage = all.entry(name.to_owned()).or_default();
         if usage.attempts != attempts {
@@ -88,6 +90,7 @@ impl UnreferencedUploadLimiter {
 
 #[cfg(test)]
 mod tests {
+    use super::super::uploads::MIN_COUNTED_BYTES;
     use super::*;
 
     #[test]
@@ -96,8 +99,11 @@ mod tests {
         let runs = |id: &str| BTreeSet::from([AttemptId::new(id)]);
         assert!(allowance.reserve("a", runs("j1-1"), u64::MAX).is_none());
         drop(allowance.reserve("a", runs("j1-1"), MAX_BYTES).unwrap());
-        allowance.reserve("a", runs("j1-1"), MAX_BYTES - 1).unwrap().commit();
-        assert!(allowance.reserve("a", runs("j1-1"), 2).is_none());
+        let most = MAX_BYTES - MIN_COUNTED_BYTES;
+        allowance.reserve("a", runs("j1-1"), most).unwrap().commit();
+        // Blobs without bytes take space, too.
+        allowance.reserve("a", runs("j1-1"), 0).unwrap().commit();
+        assert!(allowance.reserve("a", runs("j1-1"), 0).is_none());
         assert!(allowance.reserve("b", runs("j2-1"), 2).is_some());
         allowance.reset("a");
         allowance.reserve("a", runs("j1-1"), MAX_BYTES).unwrap().commit();

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 /// Maximum uploads in memory, about 60 MB; others are read again when their sender returns.
 const MAX_CACHED: usize = 1_000_000;
 /// Minimum size with which a blob counts: about the disk space of a file of one byte.
-const MIN_COUNTED_BYTES: u64 = 4 << 10;
+pub(super) const MIN_COUNTED_BYTES: u64 = 4 << 10;
 /// Sizes written in one transaction.
 const SIZES_PER_TRANSACTION: usize = 500;
 
-fn counted_bytes(bytes: u64) -> u64 {
+pub(super) fn counted_bytes(bytes: u64) -> u64 {
     bytes.max(MIN_COUNTED_BYTES)
 }
 

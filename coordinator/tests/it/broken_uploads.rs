@@ -227,3 +227,28 @@ async fn an_upload_without_a_name_starts_over() {
     assert_eq!(within(coordinator.blobs().has(&[hash])).await.unwrap(), [true]);
     within(coordinator.running.shutdown()).await;
 }
+
+/// Before, the message was that of the system alone, and a worker took it for an outage of the connection.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_folder_that_cannot_be_written_is_named_and_the_upload_succeeds_when_it_is_mended() {
+    let coordinator = TestCoordinator::start(LEASE).await;
+    let clients = &coordinator.clients;
+    let content = content(1000);
+    let transit = coordinator.dir.path().join("transit");
+    std::fs::remove_dir_all(&transit).unwrap();
+    let failed = put(clients, header(&content, 0, "u1"), &content).await.unwrap_err();
+    assert_eq!(failed.code(), Code::Unavailable);
+    assert!(aitk_proto::is_storage_refused(&failed), "{failed:?}");
+    let folder = transit.display().to_string();
+    for part in [
+        "could not open a file for an upload in",
+        folder.as_str(),
+        "No such file",
+        "check that folder",
+    ] {
+        assert!(failed.message().contains(part), "{part}: {}", failed.message());
+    }
+    std::fs::create_dir(&transit).unwrap();
+    assert!(!put(clients, header(&content, 0, "u1"), &content).await.unwrap());
+    within(coordinator.running.shutdown()).await;
+}

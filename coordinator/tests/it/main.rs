@@ -14,6 +14,7 @@ mod metrics;
 mod pki;
 mod program;
 mod queue_rules;
+mod random_uploads;
 mod revisions;
 mod server;
 mod stores;

@@ -12,14 +12,16 @@ struct Options {
     host: IpAddr,
     #[arg(long)]
     port: u16,
-    /// The file with the current fault: fail, flaky N, hang, late, cut-upload N, cut-answer N, slow N.
+    /// The file with the current fault: fail, flaky N, hang, late, cut-upload N, cut-answer N, slow N,
+    /// deny-coordinator.
     #[arg(long)]
     fault_file: Option<PathBuf>,
-    /// The only access key that is accepted; without it, all requests are.
+    /// An access key that is accepted, once or more often; without it, all requests are.
     #[arg(long, requires = "secret_key")]
-    access_key: Option<String>,
+    access_key: Vec<String>,
+    /// The secret of each access key, in the same order.
     #[arg(long, requires = "access_key")]
-    secret_key: Option<String>,
+    secret_key: Vec<String>,
     /// The folder with one sub-folder per bucket.
     root: PathBuf,
 }
@@ -30,7 +32,7 @@ async fn main() -> anyhow::Result<()> {
     serve(Settings {
         address: SocketAddr::new(options.host, options.port),
         fault_file: options.fault_file,
-        keys: options.access_key.zip(options.secret_key),
+        keys: options.access_key.into_iter().zip(options.secret_key).collect(),
         root: options.root,
     })
     .await

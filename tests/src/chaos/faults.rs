@@ -202,6 +202,7 @@ impl FaultKind {
                 ServerFault::CutUpload(_) => "storage: cuts uploads",
                 ServerFault::CutAnswer(_) => "storage: cuts answers",
                 ServerFault::Slow(_) => "storage: slow",
+                ServerFault::DenyCoordinator => "storage: refuses the coordinator",
             },
             Self::Link { loss, .. } => match loss {
                 PacketLoss::OneWay(Direction::Up) => "link cut, from worker",

@@ -40,13 +40,13 @@ fn disk(folder: &Path, bytes: u64) -> Option<SmallDisk> {
 }
 
 /// A temporary folder with a data set and a training job.
-struct TestFolder {
+pub(crate) struct TestFolder {
     _folder: tempfile::TempDir,
-    root: PathBuf,
+    pub(crate) root: PathBuf,
 }
 
 impl TestFolder {
-    fn new(steps: u32) -> Self {
+    pub(crate) fn new(steps: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
         write_dataset(&root.join("dataset"), 4);
@@ -59,12 +59,12 @@ impl TestFolder {
         Self { _folder: folder, root }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.root.join(name)
     }
 
     /// The files of a run with enough space.
-    fn run_without_faults(&self) -> Files {
+    pub(crate) fn run_without_faults(&self) -> Files {
         run_undisturbed(&self.root);
         let files = Files::below(&self.path("work/shapes"));
         std::fs::remove_dir_all(self.path("work")).unwrap();

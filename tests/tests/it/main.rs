@@ -8,4 +8,5 @@ mod disk_full;
 mod leader;
 mod network;
 mod requested_outputs;
+mod storage_refused;
 mod whole_path;

@@ -82,7 +82,11 @@ fn transient_message(what: &'static str, error: object_store::Error) -> Result<S
         return Err(FsError::new(what, "in the storage folder", io).into());
     }
     match error {
-        E::PermissionDenied { .. } | E::Unauthenticated { .. } => Err(StorageError::Denied { what, message }),
+        // The caller has dealt with missing objects, so this is a missing bucket.
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } | E::NotFound { .. } => {
+            Err(StorageError::Denied { what, message })
+        }
+        _ if is_refused_caller(&message) => Err(StorageError::Denied { what, message }),
         E::Generic { .. } | E::JoinError { .. } if client_error_status(&message).is_none() => Ok(message),
         _ => Err(StorageError::Failed { what, message }),
     }
@@ -113,6 +117,23 @@ fn client_error_status(message: &str) -> Option<u16> {
     let status: u16 = rest.get(..3)?.parse().ok()?;
     let is_stalled = status == 408 || rest.contains("<Code>RequestTimeout</Code>");
     ((400..500).contains(&status) && !is_stalled && status != 429).then_some(status)
+}
+
+/// Whether a client error says that the credentials are wrong. S3 has the status 400 for those that have expired. The answer to a `HEAD` has
+/// no body, and the request itself is always well formed, so such an answer with 400 is about the credentials too.
+fn is_refused_caller(message: &str) -> bool {
+    const CODES: [&str; 5] = [
+        "ExpiredToken",
+        "InvalidToken",
+        "TokenRefreshRequired",
+        "InvalidAccessKeyId",
+        "AuthorizationHeaderMalformed",
+    ];
+    let Some(status) = client_error_status(message) else {
+        return false;
+    };
+    let has_code = |code: &&str| message.contains(&format!("<Code>{code}</Code>"));
+    CODES.iter().any(has_code) || (status == 400 && message.ends_with("400 Bad Request:"))
 }
 
 /// Whether the bucket or container itself does not exist.
@@ -236,5 +257,16 @@ mod tests {
             "… status code: 400 Bad Request: <Error><Code>RequestTimeout</Code><Message>Your socket connection";
         assert_eq!(client_error_status(stalled), None);
         assert_eq!(client_error_status("… status code: 500 x"), None);
+    }
+
+    #[test]
+    fn expired_credentials_are_wrong_credentials() {
+        let expired = "… status code: 400 Bad Request: <Error><Code>ExpiredToken</Code></Error>";
+        assert!(is_refused_caller(expired) && is_refused_caller("… status code: 400 Bad Request:"));
+        let wrong_request = "… status code: 400 Bad Request: <Error><Code>EntityTooLarge</Code></Error>";
+        assert!(!is_refused_caller(wrong_request));
+        assert!(!is_refused_caller(
+            "… status code: 500 Internal Server Error: ExpiredToken"
+        ));
     }
 }

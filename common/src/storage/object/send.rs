@@ -252,7 +252,7 @@ fn check_hash(expected: ContentHash, found: ContentHash, what: &str) -> Result<(
 }
 
 fn missing_bucket(address: &str) -> StorageError {
-    StorageError::Failed {
+    StorageError::Denied {
         what: WHAT,
         message: format!("there is no bucket or container at {address}; create it first"),
     }

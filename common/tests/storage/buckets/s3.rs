@@ -75,7 +75,7 @@ async fn wrong_keys_and_a_missing_bucket_are_errors_without_retries() {
     let proxy = Proxy::start(&bucket.server, Mode::RespondNoBucket).await;
     let error = bucket.through(&proxy).put_bytes(hash, bytes.clone()).await.unwrap_err();
     assert!(
-        matches!(error, StorageError::Failed { .. }) && error.to_string().contains("bucket"),
+        matches!(error, StorageError::Denied { .. }) && error.to_string().contains("bucket"),
         "{error}"
     );
     let mut options = bucket.short_timeouts(&server.endpoint());

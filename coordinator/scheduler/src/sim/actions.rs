@@ -99,9 +99,12 @@ impl World {
                 }
             }
             29 if self.random.once_in(4) => {
-                // The coordinator's disk is full for a while.
-                let millis = self.random.below(12_000);
-                self.full_until = self.now.after(Duration::from_millis(millis));
+                // The coordinator's disk is full for a while, or the object storage refuses the coordinator.
+                let until = self.now.after(Duration::from_millis(self.random.below(12_000)));
+                match self.random.once_in(3) {
+                    true => self.storage_refused_until = until,
+                    false => self.full_until = until,
+                }
             }
             // The owner of a machine moves it, or offers another part of its memory, and starts its worker again.
             30 | 31 if self.workers[index].is_awake(self.now) => {
@@ -282,7 +285,7 @@ impl World {
             worker.dead_until = self.now;
             worker.refused_until = self.now;
         }
-        self.full_until = self.now;
+        (self.full_until, self.storage_refused_until) = (self.now, self.now);
         for index in 0..WORKERS {
             self.handle(Event::DrainRequested {
                 ticket: Ticket(1),

@@ -95,7 +95,8 @@ fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
 }
 
 /// Checks a step: no job waits that could start; no device is over its budget; no job was placed before one of a higher
-/// level, or before a job of a user with fewer devices; and no job was placed while the coordinator's disk is full.
+/// level, or before a job of a user with fewer devices; and no job was placed while results cannot
+/// be stored.
 pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt]) {
     for (id, slot) in state.slots.iter() {
         let sum: u128 = slot
@@ -122,8 +123,8 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt
             "device {id} is shared with a job that takes all of it"
         );
     }
-    if state.storage_full.is_some() {
-        assert_eq!(placed, [], "placed while there is no room for results");
+    if state.cannot_store_results() {
+        assert_eq!(placed, [], "placed while results cannot be stored");
         return;
     }
     for job in ready(state, now) {

@@ -61,6 +61,7 @@ pub(super) struct Stats {
     interrupted: u64,
     refused: u64,
     disk_full: u64,
+    storage_refused: u64,
     at_quota: u64,
     labelled: u64,
     stated_memory: u64,
@@ -75,7 +76,7 @@ impl Stats {
         }
     }
 
-    fn all(&mut self) -> [(&'static str, &mut u64); 28] {
+    fn all(&mut self) -> [(&'static str, &mut u64); 29] {
         [
             ("events", &mut self.events),
             ("jobs", &mut self.jobs),
@@ -106,6 +107,10 @@ impl Stats {
             ("attempts that a refusal interrupted", &mut self.interrupted),
             ("ticks of refused workers with attempts", &mut self.refused),
             ("steps with a full disk and waiting jobs", &mut self.disk_full),
+            (
+                "steps with a refused coordinator and waiting jobs",
+                &mut self.storage_refused,
+            ),
             ("steps with a waiting job of a user at the quota", &mut self.at_quota),
             ("attempts of jobs with labels", &mut self.labelled),
             ("attempts of jobs with a memory of their own", &mut self.stated_memory),
@@ -149,6 +154,10 @@ pub(super) struct World {
     pub(super) full_until: UnixMillis,
     /// The last report to the scheduler was that the disk is full.
     reported_full: bool,
+    /// The object storage refuses the coordinator until then.
+    pub(super) storage_refused_until: UnixMillis,
+    /// The last report to the scheduler was that the object storage refuses the coordinator.
+    reported_refusal: bool,
     /// Jobs and arrays whose submission was acknowledged to a client.
     pub(super) acknowledged: BTreeSet<JobId>,
     /// The newest epoch of each job.
@@ -179,6 +188,8 @@ impl World {
             faults: true,
             trace,
             full_until: UnixMillis(0),
+            storage_refused_until: UnixMillis(0),
+            reported_refusal: false,
             reported_full: false,
             acknowledged: BTreeSet::new(),
             epochs: BTreeMap::new(),
@@ -295,6 +306,7 @@ impl World {
             }
             SimEvent::DiskCheck => {
                 self.check_disk();
+                self.check_storage();
                 self.schedule(400, SimEvent::DiskCheck);
             }
             SimEvent::RandomAction => {
@@ -309,6 +321,16 @@ impl World {
 
     fn is_full(&self) -> bool {
         self.full_until > self.now
+    }
+
+    /// Reports to the scheduler while the object storage refuses the coordinator, and once when it accepts it again.
+    fn check_storage(&mut self) {
+        let is_refused = self.storage_refused_until > self.now;
+        if is_refused || self.reported_refusal {
+            self.reported_refusal = is_refused;
+            let error = is_refused.then(|| "403 Forbidden".to_owned());
+            self.handle(Event::StorageRefusal { error });
+        }
     }
 
     /// Reports to the scheduler while the disk is full, and once when there is room again.
@@ -360,7 +382,7 @@ impl World {
         if let Some(script) = &self.script {
             script.record_restart(self.now);
         }
-        self.reported_full = false;
+        (self.reported_full, self.reported_refusal) = (false, false);
         check(&self.state).unwrap();
         for id in &self.acknowledged {
             let known = self.state.jobs.contains_key(id) || self.state.is_array(id);
@@ -396,8 +418,9 @@ impl World {
         self.stats.quarantines += u64::from(quarantined);
         self.stats.outages += u64::from(self.state.jobs.values().any(|job| job.network_outage.is_some()));
         let waits = |job: &Job| job.state == JobState::Queued;
-        let waits_for_disk = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
-        self.stats.disk_full += u64::from(waits_for_disk);
+        let any_waits = self.state.jobs.values().any(waits);
+        self.stats.disk_full += u64::from(self.state.storage_full.is_some() && any_waits);
+        self.stats.storage_refused += u64::from(self.state.storage_refusal.is_some() && any_waits);
         let held_back = |job: &Job| waits(job) && self.state.at_quota(&job.requirements.owner);
         self.stats.at_quota += u64::from(self.state.jobs.values().any(held_back));
         let over_budget = self

@@ -58,6 +58,8 @@ pub struct State {
     pub(crate) keys: BTreeMap<String, JobId>,
     /// Volatile: the disk has no room for results. Free bytes, and bytes that are reserved for the database.
     pub(crate) storage_full: Option<(u64, u64)>,
+    /// Why the object storage refuses the coordinator; none: it does not.
+    pub(crate) storage_refusal: Option<String>,
     /// Volatile: how far the wall clock is ahead of the times of events.
     pub(crate) wall_clock_ahead: Duration,
     /// Derived: bytes of the configs of all jobs of a user.
@@ -102,6 +104,7 @@ impl State {
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),
             storage_full: None,
+            storage_refusal: None,
             wall_clock_ahead: Duration::ZERO,
             config_bytes: BTreeMap::new(),
             arrays: BTreeMap::new(),
@@ -251,6 +254,11 @@ impl State {
     #[must_use]
     pub fn storage_full(&self) -> Option<(u64, u64)> {
         self.storage_full
+    }
+
+    /// Whether results cannot be stored now. No job starts then.
+    pub(crate) fn cannot_store_results(&self) -> bool {
+        self.storage_full.is_some() || self.storage_refusal.is_some()
     }
 
     /// Sets [`State::storage_full`] between two events. No job starts while it is set.

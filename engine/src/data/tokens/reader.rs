@@ -129,7 +129,13 @@ pub fn read_documents(
     progress: &mut dyn FnMut(usize) -> Result<()>,
 ) -> Result<ReadData> {
     let fim = match options.fim.rate > 0.0 {
-        true => Some(tokenizer_of(&options)?.fim_tokens()?),
+        true => {
+            let tokenizer = tokenizer_of(&options)?;
+            Some(Fim {
+                tokens: tokenizer.fim_tokens()?,
+                begin: tokenizer.encode("", true)?,
+            })
+        }
         false => None,
     };
     let mut reader = Reader {
@@ -186,9 +192,17 @@ struct Tokens {
     prompt_length: usize,
 }
 
+/// The tokens of documents with a gap.
+struct Fim {
+    tokens: FimTokens,
+    /// What the tokenizer puts at the beginning of a text, such as `<s>` of Code Llama: a document with a gap begins with it, as a prompt with a gap
+    /// does.
+    begin: Vec<u32>,
+}
+
 struct Reader<'a> {
     options: ReadOptions<'a>,
-    fim: Option<FimTokens>,
+    fim: Option<Fim>,
     data: ReadData,
     /// The number of documents in the files so far.
     documents: u64,
@@ -418,15 +432,16 @@ impl Reader<'_> {
         text: &str,
         generator: &mut TorchGenerator,
     ) -> Result<Vec<Tokens>> {
-        let Some(fim) = self.fim else {
+        let Some(Fim { tokens: fim, begin }) = &self.fim else {
             return Ok(Vec::new());
         };
         let max = self.options.context;
         let (ids, starts) = tokenizer.encode_with_starts(text)?;
         // A cut splits tokens, and adds those of the parts and of the end.
-        let length = match ids.len() + CUT_TOKENS <= max {
+        let added = CUT_TOKENS + begin.len();
+        let length = match ids.len() + added <= max {
             true => ids.len().max(1),
-            false => max - CUT_TOKENS,
+            false => max.saturating_sub(added).max(1),
         };
         let mut pieces = Vec::new();
         for first in (0..ids.len()).step_by(length) {
@@ -438,15 +453,19 @@ impl Reader<'_> {
             let cut = self.options.fim.draw(positions.len() - 1, generator);
             let mut tokens = match cut {
                 None if ids.len() == length => tokenizer.encode(text, true)?,
+                // The first piece begins as the text does. The others are its continuation.
+                None if first == 0 => [begin, &ids[..last]].concat(),
                 None => ids[first..last].to_vec(),
                 Some(cut) => {
                     let parts = cut.parts.map(|part| &piece[positions[part.start]..positions[part.end]]);
-                    let [prefix, middle, suffix] = tokenizer.encode_fim_parts(fim, parts)?;
+                    let [prefix, middle, suffix] = tokenizer.encode_fim_parts(*fim, parts)?;
                     // It says where the middle ends.
                     let end = fim.end.or(tokenizer.end());
-                    let limit = max - usize::from(end.is_some());
-                    let mut joined = fim.join([&prefix, &middle, &suffix], cut.is_spm, limit);
+                    let limit = max.saturating_sub(begin.len() + usize::from(end.is_some()));
+                    let mut joined = begin.clone();
+                    joined.extend(fim.join([&prefix, &middle, &suffix], cut.is_spm, limit));
                     joined.extend(end);
+                    joined.truncate(max);
                     pieces.push(Tokens {
                         ids: joined,
                         prompt_length: 0,
@@ -468,17 +487,27 @@ impl Reader<'_> {
 
     /// The pieces of a token sequence, cut between tokens where fill-in-the-middle is on.
     fn cut_tokens(&self, ids: &[u32], generator: &mut TorchGenerator) -> Vec<Tokens> {
-        let (context, Some(fim)) = (self.options.context, self.fim) else {
-            return split_into_pieces(ids, 0, self.options.context);
+        let context = self.options.context;
+        let Some(Fim { tokens: fim, begin }) = &self.fim else {
+            return split_into_pieces(ids, 0, context);
         };
-        let length = match ids.len() + 3 <= context {
+        let added = fim.marks() + begin.len();
+        let length = match ids.len() + added <= context {
             true => ids.len().max(1),
-            false => context - 3,
+            false => context.saturating_sub(added).max(1),
         };
         let pieces = ids.chunks(length).map(|piece| {
-            let ids = match self.options.fim.draw(piece.len(), generator) {
+            // A sequence may begin as texts do. These tokens are before the marks, not in the prefix.
+            let body = piece.strip_prefix(begin.as_slice()).unwrap_or(piece);
+            let ids = match self.options.fim.draw(body.len(), generator) {
                 None => piece.to_vec(),
-                Some(cut) => fim.join(cut.parts.map(|part| &piece[part]), cut.is_spm, context),
+                Some(cut) => {
+                    let max = context.saturating_sub(begin.len());
+                    let mut ids = begin.clone();
+                    ids.extend(fim.join(cut.parts.map(|part| &body[part]), cut.is_spm, max));
+                    ids.truncate(context);
+                    ids
+                }
             };
             Tokens { ids, prompt_length: 0 }
         });

@@ -1,12 +1,15 @@
 //! Documents, rows and batches.
 
 use super::*;
-use crate::models::causal_lm::FimTokens;
 use crate::models::causal_lm::byte_tokenizer::{END, write_tokenizer};
+use crate::models::causal_lm::{FimTokens, TextTokenizer};
 use crate::testing::compute_on_this_thread;
 use proptest::prelude::*;
 use serde_json::json;
 use std::path::Path;
+
+/// A token that begins texts.
+const BEGIN: u32 = 260;
 
 fn source(path: &Path) -> DataSource {
     DataSource {
@@ -271,6 +274,9 @@ fn gaps_of_code_llama_have_its_spaces_and_its_end() {
     let marks = tokenizer.fim_tokens().unwrap();
     let mut orders = [0, 0];
     for (ids, _) in ids(&data, &data.trained) {
+        // As a prompt, it begins with `<s>`.
+        assert_eq!(ids[0], tokenizer.encode("", true).unwrap()[0]);
+        let ids = &ids[1..];
         assert_eq!((ids[0], ids.last().copied()), (marks.prefix, marks.end));
         let at = |mark: u32| ids.iter().position(|id| *id == mark).unwrap();
         let (suffix, middle, end) = (at(marks.suffix), at(marks.middle.unwrap()), ids.len() - 1);
@@ -284,6 +290,136 @@ fn gaps_of_code_llama_have_its_spaces_and_its_end() {
         assert_eq!(tokenizer.decode(&parts).unwrap(), text);
     }
     assert!(orders.iter().all(|count| *count > 5), "{orders:?}");
+}
+
+/// A folder with a byte tokenizer that names the marks of a gap like this, and puts `<begin>` before each text if `begins`.
+fn write_fim_tokenizer(folder: &Path, names: [&str; 3], begins: bool) {
+    drop(tokenizer(folder));
+    let path = folder.join("tokenizer.json");
+    let mut text = std::fs::read_to_string(&path).unwrap();
+    for (old, new) in ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"].into_iter().zip(names) {
+        text = text.replace(old, new);
+    }
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    if begins {
+        json["added_tokens"].as_array_mut().unwrap().push(json!({
+            "id": BEGIN, "content": "<begin>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+        }));
+        json["post_processor"] = json!({
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<begin>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<begin>": {"id": "<begin>", "ids": [BEGIN], "tokens": ["<begin>"]}},
+        });
+    }
+    std::fs::write(path, json.to_string()).unwrap();
+}
+
+/// Before, a document with a gap had no token at its beginning, and every prompt of DeepSeek-Coder, Code Llama and Codestral has one.
+#[test]
+fn documents_with_gaps_are_prompts_with_gaps_and_what_fills_them() {
+    let (of_names, of_code_llama) = (|names, begins| Some((names, begins)), None);
+    let fixture = std::fs::read(crate::testing::fixtures().join("fim.json")).unwrap();
+    let fixture: serde_json::Value = serde_json::from_slice(&fixture).unwrap();
+    for family in [
+        // StarCoder and StarCoder2; Qwen2.5-Coder: their tokenizers begin no text with a token.
+        of_names(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], false),
+        of_names(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"], false),
+        // DeepSeek-Coder and Codestral.
+        of_names(["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"], true),
+        of_names(["[PREFIX]", "[SUFFIX]", "[MIDDLE]"], true),
+        of_code_llama,
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let text = "def fox(a):\n  a = b + 0\n    ba d\n";
+        match family {
+            Some((names, begins)) => write_fim_tokenizer(dir.path(), names, begins),
+            None => std::fs::write(dir.path().join("tokenizer.json"), fixture["tokenizer"].to_string()).unwrap(),
+        }
+        let tokenizer = DocumentTokenizer::open(dir.path(), 264).unwrap().unwrap();
+        let of_prompts = TextTokenizer::open(dir.path(), 264).unwrap();
+        let begin = tokenizer.encode("", true).unwrap();
+        assert_eq!(
+            begin.len(),
+            usize::from(family.is_none_or(|(_, begins)| begins)),
+            "{family:?}"
+        );
+        let end = tokenizer.fim_tokens().unwrap().end.or(tokenizer.end());
+        // Each way to cut the text, as a prompt and what fills its gap.
+        let mut possible = std::collections::HashSet::new();
+        for first in 0..=text.len() {
+            for second in first..=text.len() {
+                let mut ids = of_prompts.encode_fim(&text[..first], &text[second..]).unwrap();
+                ids.extend(of_prompts.encode_continuation(&text[first..second]).unwrap());
+                ids.extend(end);
+                possible.insert(ids);
+            }
+        }
+        let file = dir.path().join("a.py");
+        std::fs::write(&file, text).unwrap();
+        let sources = [DataSource {
+            repeats: 40,
+            ..source(&file)
+        }];
+        let options = ReadOptions {
+            fim: FimRates {
+                rate: 1.0,
+                spm_rate: 0.0,
+            },
+            ..options(dir.path(), Some(&tokenizer), 64)
+        };
+        let data = read(&sources, options);
+        assert_eq!(data.trained.len(), 40);
+        for (ids, _) in ids(&data, &data.trained) {
+            assert!(possible.contains(&ids), "{family:?}: {ids:?}");
+        }
+        // Token sequences begin in the same way, also those that have the token already. Pieces fit the context.
+        let lines = [
+            vec![10_u32, 11, 12, 13],
+            [begin.as_slice(), &[10, 11, 12, 13]].concat(),
+            vec![9; 100],
+        ];
+        let file = dir.path().join("ids.jsonl");
+        std::fs::write(&file, lines.map(|line| json!(line).to_string()).join("\n")).unwrap();
+        let options = ReadOptions { context: 16, ..options };
+        let data = read(&[source(&file)], options);
+        let found = ids(&data, &data.trained);
+        assert!(found.len() > 8);
+        for (ids, _) in &found {
+            assert!(ids.len() <= 16 && ids.starts_with(&begin), "{family:?}: {ids:?}");
+            let count = ids.iter().filter(|id| begin.contains(id)).count();
+            assert_eq!(count, begin.len(), "{family:?}: {ids:?}");
+        }
+        assert_eq!(found[0].0.len(), found[1].0.len());
+    }
+}
+
+/// Pieces of a long text fit the context with the token at the beginning, which only the first piece has when it is not cut.
+#[test]
+fn a_long_text_that_is_not_cut_begins_once() {
+    let dir = tempfile::tempdir().unwrap();
+    write_fim_tokenizer(dir.path(), ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], true);
+    let tokenizer = DocumentTokenizer::open(dir.path(), 264).unwrap().unwrap();
+    let file = dir.path().join("a.py");
+    let text = "fn a() {}".repeat(20);
+    std::fs::write(&file, &text).unwrap();
+    let options = |rate| ReadOptions {
+        fim: FimRates { rate, spm_rate: 0.5 },
+        ..options(dir.path(), Some(&tokenizer), 16)
+    };
+    let data = read(&[source(&file)], options(1e-9));
+    let whole: Vec<u32> = ids(&data, &data.trained).into_iter().flat_map(|(ids, _)| ids).collect();
+    let mut expected = tokenizer.encode(&text, true).unwrap();
+    expected.push(END);
+    assert_eq!(expected[0], BEGIN);
+    assert_eq!(whole, expected);
+    let data = read(&[source(&file)], options(1.0));
+    for (ids, _) in ids(&data, &data.trained) {
+        assert!(
+            ids[0] == BEGIN && ids.len() <= 16 && ids.last() == Some(&END),
+            "{ids:?}"
+        );
+    }
 }
 
 #[test]
