@@ -231,7 +231,8 @@ fn check_flow(process: &TrainerProcess, path: &str, report: &mut SupportReport) 
     }
     let shiftable = matches!(train.timestep_type, TimestepType::Sigmoid | TimestepType::Linear);
     if let Some(key) = train.shifts_timesteps().filter(|_| !shiftable) {
-        let message = "only changes the timesteps of `timestep_type: sigmoid` and `linear`";
+        let message =
+            "only changes the timesteps of `timestep_type: sigmoid` and `linear`: set one of them, or remove the key";
         report.error(join(path, &format!("train.{key}")), message.to_owned());
     }
     if train.timestep_shift_by_size && train.timestep_shift != 1.0 {
@@ -243,14 +244,15 @@ fn check_flow(process: &TrainerProcess, path: &str, report: &mut SupportReport) 
         report.warn(join(path, "train.timestep_sigmoid_scale"), message.to_owned());
     }
     if train.debiased_estimation_loss {
-        let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
+        let message =
+            "weighs the noise levels of diffusion models: remove the key; flow models have `timestep_type: weighted`";
         report.error(join(path, "train.debiased_estimation_loss"), message.to_owned());
     }
     // Sliders do not use the second one: a warning says so.
     let uncapped = train.snr_gamma.filter(|_| !process.kind.is_slider());
     for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", uncapped)] {
         if gamma.is_some_and(|gamma| gamma > 0.0) {
-            let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
+            let message = "weighs the noise levels of diffusion models: remove the key; flow models have `timestep_type: weighted`";
             report.error(join(path, &format!("train.{key}")), message.to_owned());
         }
     }
