@@ -5,6 +5,7 @@ use super::arch::ArchName;
 use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
 use super::declare::section;
+use super::decorator::DecoratorConfig;
 use super::dtype::DType;
 use super::embedding::EmbeddingConfig;
 use super::extension::{EXTENSION_PREFIX, ExtensionProcess, ExtensionType};
@@ -52,7 +53,8 @@ section! {
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`, or the network of `adapter`.
+        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`, or the network
+        /// of `adapter`, or the tokens of `decorator`.
         network: Option<NetworkConfig> = None, Works;
         /// The training loop.
         train: TrainConfig = TrainConfig::default(), Works;
@@ -73,6 +75,8 @@ section! {
         /// Train a network beside the U-Net that conditions it on control images: a T2I-Adapter or a ControlNet. Stable Diffusion 1.x,
         /// 2.x and SDXL.
         adapter: Option<AdapterConfig> = None, Works;
+        /// Train tokens that the transformer reads after those of every prompt. FLUX.1.
+        decorator: Option<DecoratorConfig> = None, Works;
         /// What a slider changes: `type: concept_slider`, `slider`, `image_reference_slider_trainer`, `ultimate_slider_trainer`.
         slider: Option<SliderConfig> = None, Works;
         /// `concept_replacer` only.
@@ -88,7 +92,6 @@ section! {
     }
     rare {
         "torch_profiler" => Ignored("no torch profiler");
-        "decorator" => Refused("no decorators");
         "rescale" => DependsOn("type: rescale_sd");
     }
     finish = finish_trainer;
@@ -335,6 +338,7 @@ fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut
     process.finish_slider(cx);
     process.check_embedding(cx);
     process.check_adapter(cx);
+    process.check_decorator(cx);
     process.check_combinations(cx);
 }
 
