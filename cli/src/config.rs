@@ -141,8 +141,14 @@ pub fn read_with_warnings(
         message.push_str("\n  ");
         message.push_str(&printable(&finding.to_string()));
     }
-    Err(Failure::failed(message)
-        .hint("ignoring them would change the result; `aitk help config-keys` lists the supported keys"))
+    let failure = Failure::failed(message);
+    Err(match support.has_unsupported {
+        true => failure.hint(
+            "a key or value that is not supported is not ignored, because the result would be another one: remove it, or choose another \
+             value; `aitk help config-keys` lists what is supported",
+        ),
+        false => failure,
+    })
 }
 
 /// The placeholder that `aitk init` writes for values that the user has to fill in.

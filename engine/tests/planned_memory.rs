@@ -288,4 +288,33 @@ fn predictions_of_steps_with_other_adapters_are_what_they_take() {
     });
 }
 
+#[test]
+fn predictions_of_steps_of_decorators_are_what_they_take() {
+    alone("predictions_of_steps_of_decorators_are_what_they_take", || {
+        let step = |case: &transformers::Case, predict: transformers::Predict| {
+            let phases = case.phases(predict).into_iter();
+            phases.filter(|(phase, ..)| *phase == "step").collect::<Vec<_>>()
+        };
+        let mut comparison = Comparison::within(-0.10..=0.10);
+        for seed in seeds() {
+            let case = transformers::Case::decorator(seed, true);
+            comparison.add(
+                &format!("seed {seed} on a CPU, {}", case.describe()),
+                step(&case, cpu_phases),
+            );
+            // Portable mode is slow.
+            if !are_few() {
+                portable(|| {
+                    let case = transformers::Case::decorator(seed, false);
+                    comparison.add(
+                        &format!("seed {seed}, {}", case.describe()),
+                        step(&case, portable_phases),
+                    );
+                });
+            }
+        }
+        comparison.finish();
+    });
+}
+
 const MIB: f64 = (1 << 20) as f64;

@@ -511,6 +511,35 @@ fn control_images_are_counted_and_a_missing_one_is_named() {
     );
 }
 
+/// The message says itself what to do; that nothing is ignored is said of what a later release may support.
+#[test]
+fn only_what_is_not_supported_has_the_hint_that_it_is_not_ignored() {
+    let home = Home::new();
+    for (arch, prompt, expected, is_unsupported) in [
+        ("flux_kontext", "a cat", "add the flag `--ctrl_img PATH`", false),
+        (
+            "flux",
+            "a cat --ctrl_img a.png",
+            "take control images: remove it",
+            false,
+        ),
+        ("flux", "a cat --frames 9", "no video models yet", true),
+    ] {
+        let text = format!(
+            "job: generate\nconfig:\n  name: x\n  process:\n    - type: to_folder\n      output_folder: out\n      model: {{name_or_path: m, \
+             arch: {arch}}}\n      generate:\n        prompts: ['{prompt}']\n"
+        );
+        home.write("x.yaml", text.as_bytes());
+        let output = home.aitk().args(["validate", "x.yaml"]).output().unwrap();
+        let said = format!("{}{}", out(&output), err(&output));
+        assert!(
+            code(&output) == 1 && said.contains("x.yaml:9:19: ") && said.contains(expected),
+            "{said}"
+        );
+        assert_eq!(said.contains("is not ignored"), is_unsupported, "{said}");
+    }
+}
+
 #[test]
 fn a_missing_pair_of_an_image_is_named() {
     let home = Home::new();

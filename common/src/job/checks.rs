@@ -32,8 +32,8 @@ impl TrainerProcess {
                 Some(_) => {}
             }
         }
-        // A textual inversion trains its word, and an adapter is trained, whatever these say.
-        let trains_other = self.embedding.is_some() || self.adapter.is_some();
+        // A textual inversion trains its word, and an adapter or a decorator is trained, whatever these say.
+        let trains_other = self.embedding.is_some() || self.trains_beside_model();
         if !train.train_unet && !train.train_text_encoder && !trains_other {
             cx.error_at(
                 "train.train_unet",
@@ -75,7 +75,7 @@ impl TrainerProcess {
         let sets = self.datasets.iter().enumerate();
         let of_sets = sets.map(|(index, set)| (set.prior_reg, format!("datasets[{index}].prior_reg")));
         for (on, key) in uses_base.into_iter().chain(of_sets) {
-            if on && (self.trains_whole_model() || self.adapter.is_some()) {
+            if on && (self.trains_whole_model() || self.trains_beside_model()) {
                 cx.error_at(
                     &key,
                     "needs a `network`: it compares with what the model predicts without it",

@@ -8,7 +8,7 @@ use super::schema::SupportReport;
 
 /// Which models take control images, for messages.
 const WHO_TAKES_ONE: &str =
-    "only FLUX.1 Kontext (`arch: flux_kontext`) and trainings of an `adapter` take control images";
+    "only FLUX.1 Kontext (`arch: flux_kontext`) and trainings of an `adapter` take control images: remove it";
 
 /// Reports control images of data sets and samples that the process does not use, and samples without the control image that the
 /// model needs.
@@ -33,7 +33,7 @@ pub(super) fn check_control_process(process: &ProcessKind, path: &str, report: &
                 );
                 report.error(join(path, "model.arch"), message);
             }
-            let message = "`batch_img2img` changes the images of `folder_path`; only trainings use control images";
+            let message = "`batch_img2img` changes the images of `folder_path`, and only trainings use control images: remove the key";
             check_no_control_folders(&process.datasets, path, message, report);
         }
         _ => {}

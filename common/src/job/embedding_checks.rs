@@ -6,10 +6,10 @@ use super::process_type::ProcessType;
 use super::schema::ReadContext;
 
 impl TrainerProcess {
-    /// Whether the model's own weights are trained: a full fine-tune, without a network, an embedding or an adapter.
+    /// Whether the model's own weights are trained: a full fine-tune, without a network, an embedding, an adapter or a decorator.
     #[must_use]
     pub fn trains_whole_model(&self) -> bool {
-        self.network.is_none() && self.embedding.is_none() && self.adapter.is_none()
+        self.network.is_none() && self.embedding.is_none() && !self.trains_beside_model()
     }
 
     /// The learning rate.

@@ -50,11 +50,14 @@ pub fn summary(findings: &[Finding]) -> String {
     lines.join("\n")
 }
 
-/// The unsupported keys and values of a job.
+/// The keys and values with which a job cannot run, and those without effect.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Support {
-    /// Ignoring these would change the result: the job must not start.
+    /// With these the job must not start: what this release does not support, and what does not fit the model or another key.
     pub errors: Vec<Finding>,
+    /// Whether one of the errors is a key or value that this release does not support: ignoring it would change the result.
+    #[serde(default)]
+    pub has_unsupported: bool,
     /// These are ignored; the result is still the requested one.
     pub warnings: Vec<Finding>,
 }
@@ -70,7 +73,7 @@ impl Support {
 impl fmt::Display for Support {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if !self.errors.is_empty() {
-            writeln!(f, "not supported yet:")?;
+            writeln!(f, "cannot run:")?;
             for finding in &self.errors {
                 writeln!(f, "  error: {finding}")?;
             }

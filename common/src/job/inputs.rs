@@ -151,7 +151,7 @@ impl JobSpec {
                 let flags = PromptFlags::parse(text);
                 check_control_flag(&process.kind, flags.ctrl_img.as_deref(), &key, report);
                 if let Some(refused) = flags.refused() {
-                    report.error(key.as_str(), refused);
+                    report.unsupported(key.as_str(), refused);
                 }
                 for message in flags.without_effect(has_adapter) {
                     report.warn(key.as_str(), message);

@@ -66,6 +66,8 @@ pub const MAX_LAYER_RANKS: usize = 1_024;
 pub const MAX_LR_FACTORS: usize = 256;
 /// Vectors of a textual inversion: the tokens of a prompt without the two that begin and end it.
 pub const MAX_EMBEDDING_VECTORS: u32 = 75;
+/// Tokens of a decorator: as many as those that T5 reads of a prompt.
+pub const MAX_DECORATOR_TOKENS: u32 = 512;
 /// Images of `train.validation_config`, which stay in memory.
 pub const MAX_VALIDATION_ITEMS: usize = 256;
 /// Noise levels of `train.validation_config`.

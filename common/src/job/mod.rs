@@ -18,6 +18,7 @@ mod compound;
 mod control_images;
 pub mod dataset;
 mod declare;
+pub mod decorator;
 mod derived;
 pub mod dtype;
 pub mod ema;

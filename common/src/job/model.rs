@@ -323,7 +323,7 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
         let key = format!("quantize_kwargs.{key}");
         report.error(
             join(path, &key),
-            "is not a known option; only `exclude` (a list of layer names) is known",
+            "is not a known option: remove it; only `exclude` (a list of layer names) is known",
         );
     } else if model.quantize_kwargs.contains_key("exclude") && model.quantize_exclude().is_none() {
         let message = "expected a list of names of layers, such as `- \"down_blocks.0.*\"`";

@@ -131,6 +131,10 @@ fn excluded_of_set(process: &TrainerProcess, set: &DatasetConfig) -> Option<(&'s
                    gradients";
         return Some(("unconditional_path", why));
     }
+    if process.decorator.is_some() {
+        let why = "cannot be used with `decorator` yet: remove it, or train a `network` on image pairs";
+        return Some(("unconditional_path", why));
+    }
     if set.standardize_images {
         return Some(("standardize_images", UNLIKE));
     }

@@ -5,6 +5,7 @@ use super::arch::ArchName;
 use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
 use super::declare::section;
+use super::decorator::DecoratorConfig;
 use super::dtype::DType;
 use super::embedding::EmbeddingConfig;
 use super::extension::{EXTENSION_PREFIX, ExtensionProcess, ExtensionType};
@@ -52,7 +53,8 @@ section! {
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`, or the network of `adapter`.
+        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`, or the network
+        /// of `adapter`, or the tokens of `decorator`.
         network: Option<NetworkConfig> = None, Works;
         /// The training loop.
         train: TrainConfig = TrainConfig::default(), Works;
@@ -73,6 +75,8 @@ section! {
         /// Train a network beside the U-Net that conditions it on control images: a T2I-Adapter or a ControlNet. Stable Diffusion 1.x,
         /// 2.x and SDXL.
         adapter: Option<AdapterConfig> = None, Works;
+        /// Train tokens that the transformer reads after those of every prompt. FLUX.1.
+        decorator: Option<DecoratorConfig> = None, Works;
         /// What a slider changes: `type: concept_slider`, `slider`, `image_reference_slider_trainer`, `ultimate_slider_trainer`.
         slider: Option<SliderConfig> = None, Works;
         /// `concept_replacer` only.
@@ -88,7 +92,6 @@ section! {
     }
     rare {
         "torch_profiler" => Ignored("no torch profiler");
-        "decorator" => Refused("no decorators");
         "rescale" => DependsOn("type: rescale_sd");
     }
     finish = finish_trainer;
@@ -231,7 +234,8 @@ fn check_flow(process: &TrainerProcess, path: &str, report: &mut SupportReport) 
     }
     let shiftable = matches!(train.timestep_type, TimestepType::Sigmoid | TimestepType::Linear);
     if let Some(key) = train.shifts_timesteps().filter(|_| !shiftable) {
-        let message = "only changes the timesteps of `timestep_type: sigmoid` and `linear`";
+        let message =
+            "only changes the timesteps of `timestep_type: sigmoid` and `linear`: set one of them, or remove the key";
         report.error(join(path, &format!("train.{key}")), message.to_owned());
     }
     if train.timestep_shift_by_size && train.timestep_shift != 1.0 {
@@ -243,14 +247,15 @@ fn check_flow(process: &TrainerProcess, path: &str, report: &mut SupportReport) 
         report.warn(join(path, "train.timestep_sigmoid_scale"), message.to_owned());
     }
     if train.debiased_estimation_loss {
-        let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
+        let message =
+            "weighs the noise levels of diffusion models: remove the key; flow models have `timestep_type: weighted`";
         report.error(join(path, "train.debiased_estimation_loss"), message.to_owned());
     }
     // Sliders do not use the second one: a warning says so.
     let uncapped = train.snr_gamma.filter(|_| !process.kind.is_slider());
     for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", uncapped)] {
         if gamma.is_some_and(|gamma| gamma > 0.0) {
-            let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
+            let message = "weighs the noise levels of diffusion models: remove the key; flow models have `timestep_type: weighted`";
             report.error(join(path, &format!("train.{key}")), message.to_owned());
         }
     }
@@ -333,6 +338,7 @@ fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut
     process.finish_slider(cx);
     process.check_embedding(cx);
     process.check_adapter(cx);
+    process.check_decorator(cx);
     process.check_combinations(cx);
 }
 

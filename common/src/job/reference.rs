@@ -5,6 +5,7 @@ use super::adapter::AdapterConfig;
 use super::caption::{CaptionConfig, CaptionProcess};
 use super::cluster::ClusterConfig;
 use super::dataset::DatasetConfig;
+use super::decorator::DecoratorConfig;
 use super::embedding::EmbeddingConfig;
 use super::extension::ExtensionProcess;
 use super::extract::{ExtractProcess, RescaleLoraProcess};
@@ -113,6 +114,7 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ),
         ("`embedding`", EmbeddingConfig::describe(), false),
         ("`adapter`", AdapterConfig::describe(), false),
+        ("`decorator`", DecoratorConfig::describe(), false),
         ("`slider`", SliderConfig::describe(), false),
         ("`slider.targets[]`", SliderTarget::describe(), false),
         ("`slider.anchors[]`", SliderAnchor::describe(), false),

@@ -180,17 +180,25 @@ impl ReadContext {
     }
 }
 
-/// Collects the unsupported keys and values of a config.
+/// Collects the keys and values of a config with which it cannot run, and those without effect.
 #[derive(Debug, Default)]
 pub struct SupportReport {
     /// Key path and message.
     pub errors: Vec<(String, String)>,
+    /// Whether an error is of a key or value that this release does not support.
+    pub has_unsupported: bool,
     /// Key path and message.
     pub warnings: Vec<(String, String)>,
 }
 
 impl SupportReport {
-    /// Adds an error: ignoring this would change the result.
+    /// Adds an error about a key or value that this release does not support: ignoring it would change the result.
+    pub fn unsupported(&mut self, path: impl Into<String>, message: impl Into<String>) {
+        self.has_unsupported = true;
+        self.error(path, message);
+    }
+
+    /// Adds an error: with this the job cannot run. The message says what is wrong, and what to do.
     pub fn error(&mut self, path: impl Into<String>, message: impl Into<String>) {
         self.errors.push((path.into(), message.into()));
     }
@@ -223,7 +231,9 @@ impl SupportReport {
         match status {
             SupportLevel::Works | SupportLevel::Accepted(_) | SupportLevel::DependsOn(_) => {}
             SupportLevel::Ignored(why) => self.warn(path, format!("{} is ignored: {why}", quoted(shown))),
-            SupportLevel::Refused(why) => self.error(path, format!("{} is not supported yet: {why}", quoted(shown))),
+            SupportLevel::Refused(why) => {
+                self.unsupported(path, format!("{} is not supported yet: {why}", quoted(shown)))
+            }
         }
     }
 }

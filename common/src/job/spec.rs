@@ -198,7 +198,7 @@ impl JobSpec {
         Some(process.generate.image_count(prompts))
     }
 
-    /// Returns the keys and values that this release does not support.
+    /// Returns the keys and values with which this release cannot run the job, and those that it ignores.
     #[must_use]
     pub fn unsupported(&self) -> Support {
         let mut report = SupportReport::default();
@@ -211,6 +211,7 @@ impl JobSpec {
         }
         Support {
             errors: self.findings(report.errors),
+            has_unsupported: report.has_unsupported,
             warnings: self.findings(report.warnings),
         }
     }

@@ -306,6 +306,7 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
     assert!(errors.contains(&("loss_type", 15)));
     assert!(errors.contains(&("optimizer", 16)));
     assert_eq!(errors.len(), 3, "{support}");
+    assert!(support.has_unsupported);
     assert_eq!(support.warnings.len(), 1, "{support}");
     assert!(support.warnings[0].key.ends_with("unet_lr"));
     // Positions survive serialisation for the coordinator and the worker's child process.
@@ -320,6 +321,7 @@ fn unknown_optimizer_parameters_are_refused() {
     let support = load_yaml(&text).unwrap().spec.unsupported();
     assert_eq!(support.errors.len(), 1);
     assert!(support.errors[0].message.contains("no such parameter; known: betas"));
+    assert!(!support.has_unsupported);
     assert_eq!(support.errors[0].line, Some(14));
 }
 

@@ -2,6 +2,7 @@
 //! generation. The total is that of the largest phase.
 
 mod conditions;
+mod decorator;
 mod image_adapter;
 mod layer_ranks;
 mod phases;
@@ -118,7 +119,7 @@ impl<'a> Job<'a> {
             shapes,
             counts,
             is_full: kind == WorkKind::Training
-                && ["network", "embedding", "adapter"]
+                && ["network", "embedding", "adapter", "decorator"]
                     .iter()
                     .all(|key| body.get(*key).is_none_or(Value::is_null)),
             optimizer: facts_of(body),
@@ -196,7 +197,7 @@ impl<'a> Job<'a> {
         let key = |key: &str, usual: bool| self.body.pointer(key).and_then(Value::as_bool).unwrap_or(usual);
         match self.kind {
             WorkKind::Training if self.learned_vectors() > 0.0 => [false, true],
-            WorkKind::Training if self.trains_image_adapter() => [false; 2],
+            WorkKind::Training if self.trains_image_adapter() || self.decorator_tokens() > 0.0 => [false; 2],
             WorkKind::Training => [key("/train/train_unet", true), key("/train/train_text_encoder", false)],
             WorkKind::Generation => [false; 2],
         }
@@ -380,6 +381,7 @@ impl<'a> Job<'a> {
         let mut builder = Builder::new(denoiser_options, index);
         let denoiser = Denoiser::new(&mut builder, &self.shapes);
         let mut denoiser_weights = std::mem::take(&mut builder.weights);
+        denoiser_weights.trained.extend(self.decorator());
         let stored = fractions(counts.vae_stored, counts.vae as f64);
         let mut vae_options = component(false, options.vae_streamed, None, stored, ("", LoraLayers::All));
         vae_options.width = self.vae_backend(backend).width;
@@ -597,6 +599,7 @@ impl<'a> Job<'a> {
         let latents = self.latents(&walk, model, side, batch);
         let conditions = self.conditions(&walk, if guided { 2.0 } else { 1.0 }, &latents, prompt_tokens);
         let passed = conditions.of_items(&walk, batch);
+        let passed = self.with_decorator(&walk, passed);
         let passed = self.with_image_adapter(&walk, model, &latents, passed, false);
         model.denoiser.forward(&walk, &latents, &passed, false);
         drop((latents, conditions, passed));

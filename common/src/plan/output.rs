@@ -196,6 +196,21 @@ mod tests {
         assert!((2_000_000_000..2_300_000_000).contains(&save), "{save}");
     }
 
+    #[test]
+    fn the_save_of_a_decorator_has_its_tokens_alone() {
+        use crate::job::arch::{Arch, ArchName};
+        use crate::job::decorator::DecoratorConfig;
+        let mut process = lora(10, 0);
+        process.network = None;
+        process.model.arch = Arch::from(ArchName::Flux);
+        process.decorator = Some(DecoratorConfig::default());
+        let output = RunOutput::of(&process, None);
+        assert_eq!(output.save_bytes.unwrap(), HEADER_BYTES + 2 * 4 * 4096);
+        // Weights and two moments.
+        let state = output.state_bytes.unwrap();
+        assert!((12 * 4 * 4096..1 << 20).contains(&state), "{state}");
+    }
+
     /// The parameters are those of diffusers' `T2IAdapter` and `ControlNetModel` for the published models.
     #[test]
     fn the_save_of_an_adapter_has_the_parameters_of_diffusers() {

@@ -147,6 +147,18 @@ impl Conditioning {
         })
     }
 
+    /// The tensors without their graphs.
+    #[must_use]
+    pub fn detached(&self) -> Self {
+        let detached = self
+            .tensors
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.detach()));
+        Self {
+            tensors: detached.collect(),
+        }
+    }
+
     /// The tensors on `device`.
     ///
     /// # Errors

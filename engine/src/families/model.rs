@@ -212,6 +212,36 @@ pub trait Model: Send + Debug {
         Err(no_control(self.family().arch()))
     }
 
+    /// Features of the text that the denoiser reads, where learned tokens can follow it (FLUX.1). `None`: they cannot.
+    fn decorator_width(&self) -> Option<usize> {
+        None
+    }
+
+    /// Lets learned tokens [tokens, features], which may be a variable, follow the text of every prompt.
+    ///
+    /// # Errors
+    /// When the family takes none.
+    fn set_decorator(&mut self, tokens: Tensor) -> Result<()> {
+        let _ = tokens;
+        Err(no_decorator(self.family().arch()))
+    }
+
+    /// Whether learned tokens follow the text.
+    fn has_decorator(&self) -> bool {
+        false
+    }
+
+    /// The conditioning with the learned tokens after the text of each item, or with as many zeros, as ai-toolkit has them in the
+    /// unconditional prediction of classifier-free guidance. Tracked for gradients if the tokens are a variable. Without such tokens it is
+    /// unchanged.
+    ///
+    /// # Errors
+    /// When the shapes do not match.
+    fn with_decorator(&self, conditioning: Conditioning, is_unconditional: bool) -> Result<Conditioning> {
+        let _ = is_unconditional;
+        Ok(conditioning)
+    }
+
     /// The U-Net that an adapter of images can be made for.
     ///
     /// # Errors
@@ -369,6 +399,13 @@ fn no_embeddings(arch: ArchName) -> EngineError {
 pub(super) fn no_skippable_blocks(arch: ArchName) -> EngineError {
     EngineError::bad_input(format!(
         "skip-layer guidance leaves out blocks of the transformer of Stable Diffusion 3.5; `{arch}` has none that can be left out"
+    ))
+}
+
+/// The error of a model whose text no learned tokens follow.
+pub(super) fn no_decorator(arch: ArchName) -> EngineError {
+    EngineError::bad_input(format!(
+        "decorator: its tokens follow the text of FLUX.1 (`arch: flux`), and this is `arch: {arch}`"
     ))
 }
 

@@ -2,7 +2,7 @@
 //! `transformer_model`.
 
 use super::conditioning::Conditioning;
-use super::model::{GuidanceKind, TextEncoders, no_control};
+use super::model::{GuidanceKind, TextEncoders, no_control, no_decorator};
 use super::options::LoadOptions;
 use super::part::PartInfo;
 use super::part_files::{PublishedVae, TransformerKind, required, vae_part};
@@ -164,6 +164,20 @@ pub trait TransformerFamily: Clone + Debug + Sync + 'static {
     /// [`Model::without_guidance`](super::Model::without_guidance).
     fn without_guidance(conditioning: Conditioning) -> Conditioning {
         conditioning
+    }
+
+    /// [`Model::decorator_width`](super::Model::decorator_width).
+    fn decorator_width(_: &Self::Transformer) -> Option<usize> {
+        None
+    }
+
+    /// The conditioning with the same tokens, [tokens, features], after the text of each item.
+    ///
+    /// # Errors
+    /// When [`Self::decorator_width`] is `None`, or the shapes do not match.
+    fn with_tokens(&self, conditioning: Conditioning, tokens: &Tensor) -> Result<Conditioning> {
+        let _ = (conditioning, tokens);
+        Err(no_decorator(self.arch_name()))
     }
 
     /// [`Model::takes_control`](super::Model::takes_control).

@@ -85,6 +85,7 @@ impl<F: TransformerFamily> TransformerModel<F> {
             quantised_in_file,
             trained,
             frozen_transformer,
+            decorator: None,
             source: Arc::new(source),
             dtype: options.dtype,
             device: options.device.clone(),

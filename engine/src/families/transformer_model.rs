@@ -1,7 +1,7 @@
 //! A model of a [`TransformerFamily`].
 
 use super::conditioning::{Conditioning, Prompt};
-use super::model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, no_skippable_blocks};
+use super::model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, no_decorator, no_skippable_blocks};
 use super::options::LoadOptions;
 use super::part::Part;
 use super::part_files::load_other_vae;
@@ -41,6 +41,8 @@ pub struct TransformerModel<F: TransformerFamily> {
     pub(super) trained: Vec<(String, Var)>,
     /// If the transformer is trained: a copy that shares its memory and has no variables.
     pub(super) frozen_transformer: Option<F::Transformer>,
+    /// The tokens that follow the text of every prompt.
+    pub(super) decorator: Option<Tensor>,
     /// Where the transformer was loaded from, for saving it.
     pub(super) source: Arc<TransformerSource>,
     pub(super) dtype: DType,
@@ -146,6 +148,30 @@ where
 
     fn with_control(&self, conditioning: Conditioning, latents: &[Tensor]) -> Result<Conditioning> {
         self.family.with_control(conditioning, latents)
+    }
+
+    fn decorator_width(&self) -> Option<usize> {
+        F::decorator_width(&self.transformer)
+    }
+
+    fn set_decorator(&mut self, tokens: Tensor) -> Result<()> {
+        if self.decorator_width().is_none() {
+            return Err(no_decorator(self.family.arch_name()));
+        }
+        self.decorator = Some(tokens);
+        Ok(())
+    }
+
+    fn has_decorator(&self) -> bool {
+        self.decorator.is_some()
+    }
+
+    fn with_decorator(&self, conditioning: Conditioning, is_unconditional: bool) -> Result<Conditioning> {
+        match &self.decorator {
+            Some(tokens) if is_unconditional => self.family.with_tokens(conditioning, &tokens.zeros_like()?),
+            Some(tokens) => self.family.with_tokens(conditioning, tokens),
+            None => Ok(conditioning),
+        }
     }
 
     fn codec(&self) -> &dyn Codec {

@@ -1,6 +1,6 @@
 //! What models, pipelines and trainings see of an adapter.
 
-use super::identity::identity_problem;
+use super::identity::{identity_problem, weights_problem};
 use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::models::config;
@@ -92,7 +92,11 @@ impl AdapterRequest<'_> {
         if let Some(problem) = identity_problem(path, self.config.kind, class_name) {
             return Err(EngineError::bad_input(problem));
         }
-        self.folder_config(class_name)?;
+        if self.folder_config(class_name)?.is_some()
+            && let Some(problem) = weights_problem(path, self.config.kind, class_name)
+        {
+            return Err(EngineError::bad_input(problem));
+        }
         Index::open(path)?.check_types()
     }
 

@@ -1,7 +1,8 @@
 //! What the files at `adapter.name_or_path` are, if they are not of the adapter that the config asks for.
 
+use crate::adapters::AdapterFile;
 use aitk_common::job::adapter::AdapterType;
-use aitk_common::model_files::{Inventory, ModelFileKind, identify, parse_json};
+use aitk_common::model_files::{Inventory, ModelFileKind, identify, is_adapter, parse_json, weights_files};
 use std::path::Path;
 
 /// The beginning of the names of a ControlNet's tensors in its first release.
@@ -41,6 +42,9 @@ pub(super) fn identity_problem(path: &Path, kind: AdapterType, class_name: &str)
                 "{shown} is {what}, {family} ({evidence}): {expected}; {instead}"
             ))
         }
+        ModelFileKind::Other { what, evidence } if is_adapter(&what) => {
+            Some(lora_problem(path, (&what, &evidence), &expected))
+        }
         // The error about the config says it.
         ModelFileKind::Other { .. } if has_class => None,
         ModelFileKind::Other { evidence, .. } if kind == AdapterType::ControlNet && has(FIRST_NAMES) => Some(format!(
@@ -53,6 +57,32 @@ pub(super) fn identity_problem(path: &Path, kind: AdapterType, class_name: &str)
         }
         ModelFileKind::Unknown { .. } | ModelFileKind::Pickle { .. } => None,
     }
+}
+
+/// As [`identity_problem`], for a folder whose `config.json` is that of the adapter: its weights are of a LoRA or of another network for
+/// the layers of a model.
+pub(super) fn weights_problem(folder: &Path, kind: AdapterType, class_name: &str) -> Option<String> {
+    let files = weights_files(folder).ok()?;
+    files.iter().find_map(|file| match identify(&Inventory::open(file)) {
+        ModelFileKind::Other { what, evidence } if is_adapter(&what) => {
+            let expected = format!(
+                "expected the weights of a {class_name}, because of `adapter.type: {kind}` and of config.json beside it"
+            );
+            Some(lora_problem(file, (&what, &evidence), &expected))
+        }
+        _ => None,
+    })
+}
+
+/// The message about a LoRA, or another network for the layers of a model, in the place of an adapter.
+fn lora_problem(path: &Path, (what, evidence): (&str, &str), expected: &str) -> String {
+    let origin = AdapterFile::open_layout(path).ok().and_then(|file| file.origin());
+    let made_for = origin.map_or_else(String::new, |origin| format!(", made for {origin}"));
+    format!(
+        "{} is {what}{made_for} ({evidence}): {expected}; copy or download the weights of the adapter here, or name another path. A LoRA is \
+         used with `model.lora_path`, and trained further with `network.pretrained_lora_path`",
+        path.display()
+    )
 }
 
 /// The direct subfolder of a model that is of this class.

@@ -333,6 +333,23 @@ fn files_that_are_not_the_adapter_say_what_they_are() {
         &control,
         &set("block_out_channels", serde_json::json!(["16", 32])),
     );
+    // The config of a ControlNet or of a T2I adapter beside the weights of a LoRA.
+    let sdxl_lora = |name: &str| {
+        let stem = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k";
+        let tensor = |shape: (usize, usize)| Tensor::zeros(shape, candle_core::DType::F32, &Device::Cpu).unwrap();
+        let tensors = HashMap::from([
+            (format!("{stem}.lora_A.weight"), tensor((2, 2048))),
+            (format!("{stem}.lora_B.weight"), tensor((16, 2))),
+        ]);
+        safetensors::save(&tensors, at(name).join("diffusion_pytorch_model.safetensors")).unwrap();
+    };
+    saved("lora_net", &control, &|_| {});
+    sdxl_lora("lora_net");
+    saved("lora_t2i", &full, &|_| {});
+    sdxl_lora("lora_t2i");
+    // A LoRA beside the weights of the ControlNet is not read.
+    saved("net_and_lora", &control, &|_| {});
+    std::fs::copy(at("lora.safetensors"), at("net_and_lora/lora.safetensors")).unwrap();
     saved("broken", &control, &|_| {});
     std::fs::write(at("broken/config.json"), "{").unwrap();
     saved("no_config", &control, &|_| {});
@@ -347,9 +364,17 @@ fn files_that_are_not_the_adapter_say_what_they_are() {
         num_res_blocks: blocks + 1,
         ..full.clone()
     };
-    let cases: [(&AdapterConfig, &Path, &str); 24] = [
+    let cases: [(&AdapterConfig, &Path, &str); 28] = [
         (&full, &at("lora.safetensors"), "is a LoRA"),
         (&control, &at("lora.safetensors"), "is a LoRA"),
+        (
+            &control,
+            &at("lora_net"),
+            "diffusion_pytorch_model.safetensors is a LoRA, made for Stable Diffusion XL",
+        ),
+        (&control, &at("lora_net"), "expected the weights of a ControlNetModel"),
+        (&full, &at("lora_t2i"), "expected the weights of a T2IAdapter"),
+        (&full, &at("lora_t2i"), "used with `model.lora_path`"),
         (&full, &at("junk.safetensors"), "junk.safetensors: "),
         (&control, &at("empty.safetensors"), "empty"),
         (&full, &at("other.safetensors"), "is missing"),
@@ -401,6 +426,7 @@ fn files_that_are_not_the_adapter_say_what_they_are() {
         (&full, "t2i"),
         (&full, t2i_file),
         (&control, "net"),
+        (&control, "net_and_lora"),
         (&control, net_file),
     ] {
         load(config, &at(path), &model).unwrap();

@@ -41,6 +41,14 @@ fn prompts(texts: &[String], second: &[String], count: usize, what: &str) -> Res
         .collect())
 }
 
+/// The conditioning with the learned tokens of the model, if it has some, without the graph of those that are trained.
+fn decorated(model: &dyn Model, conditioning: Conditioning, is_unconditional: bool) -> Result<Conditioning> {
+    match model.has_decorator() {
+        true => Ok(model.with_decorator(conditioning, is_unconditional)?.detached()),
+        false => Ok(conditioning),
+    }
+}
+
 impl Guidance {
     /// `size`: of the images, for models that are conditioned on it.
     pub(super) fn new(pipeline: &Pipeline<'_>, request: &GenerateRequest, size: ItemSize) -> Result<Self> {
@@ -49,7 +57,7 @@ impl Guidance {
             return Err(EngineError::bad_input("there is no prompt"));
         }
         let positive = prompts(&request.prompts, &request.prompts_2, batch, "prompts")?;
-        let mut conditioning = model.encode_prompts(&positive)?;
+        let mut conditioning = decorated(model, model.encode_prompts(&positive)?, false)?;
         let scale = match model.guidance() {
             GuidanceKind::ClassifierFree => model.cfg_factor(request.guidance_scale),
             GuidanceKind::Distilled if request.bypass_guidance_embedding => request.guidance_scale,
@@ -66,6 +74,7 @@ impl Guidance {
                     model.encode_prompts(&texts)?
                 }
             };
+            let negative = decorated(model, negative, true)?;
             conditioning = Conditioning::cat(&[&negative, &conditioning])?;
         }
         if let Some(skip) = &request.skip_layer_guidance

@@ -7,6 +7,7 @@
 mod adapter_options;
 mod checkpoint;
 mod data;
+mod decorator;
 mod embedding;
 mod event_artifact;
 mod fingerprints;
@@ -401,6 +402,9 @@ mod bf16_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod data_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod decorator_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod eight_bit_tests;

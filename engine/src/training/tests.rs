@@ -1,6 +1,7 @@
 //! Comparison with the fixtures of `tests/reference/make_train_lora.py`: the same twenty steps with diffusers and peft.
 
 mod chroma;
+mod decorator;
 mod families;
 mod flow;
 mod flux;

@@ -22,7 +22,7 @@ use aitk_engine::models::zimage::{ZImageConfig, ZImageTransformer2DModel};
 use aitk_engine::nn::VisitLayers;
 use aitk_engine::rng::TorchGenerator;
 use aitk_engine::weights::{TrainableFilter, Weights};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::{Value, json};
 
 /// A random transformer and job.
@@ -39,6 +39,8 @@ pub(crate) struct Case {
     /// Characters of the prompt.
     prompt: usize,
     blocks_only: bool,
+    /// Tokens of a decorator that is trained, in place of `training`.
+    decorator: Option<usize>,
 }
 
 /// The transformer of a case.
@@ -175,6 +177,21 @@ impl Case {
             training,
             prompt: r.choose(&[800, 1000, 1800]),
             blocks_only: r.below(4) > 0,
+            decorator: None,
+        }
+    }
+
+    /// A FLUX.1 whose training is that of a decorator.
+    pub(crate) fn decorator(seed: u64, on_cpu: bool) -> Self {
+        Self {
+            has_control: false,
+            training: Training::Lora {
+                rank: 4,
+                conv: None,
+                dropout: false,
+            },
+            decorator: Some(4 + 100 * (seed as usize % 2)),
+            ..Self::of_kinds(&[TransformerKind::Flux], seed, on_cpu)
         }
     }
 
@@ -185,14 +202,15 @@ impl Case {
 
     pub(crate) fn describe(&self) -> String {
         format!(
-            "{:?} in {:?}, {:?} x {}, {:?}, checkpointed {}, blocks only {}",
+            "{:?} in {:?}, {:?} x {}, {:?}, checkpointed {}, blocks only {}, decorator {:?}",
             self.shapes.transformer.kind,
             self.dtype,
             self.size,
             self.batch,
             self.training,
             self.checkpointed,
-            self.blocks_only
+            self.blocks_only,
+            self.decorator
         )
     }
 
@@ -230,9 +248,11 @@ impl Case {
         if let Some(network) = network.as_object_mut() {
             network.insert("transformer_only".to_owned(), self.blocks_only.into());
         }
+        let decorator = self.decorator.map(|tokens| json!({"num_tokens": tokens}));
         json!({"kind": {"train": {
             "model": self.model_section(self.trained_dtype()),
-            "network": network,
+            "network": if decorator.is_some() { Value::Null } else { network },
+            "decorator": decorator,
             "train": {
                 "dtype": name(self.trained_dtype()), "gradient_checkpointing": self.checkpointed, "optimizer": "adamw",
             },
@@ -399,12 +419,27 @@ impl Case {
         let fused = self.training == Training::Full { fused: true };
         let mut transformer = self.transformer(&weights);
         transformer.set_checkpointing(Checkpointing::each_block(self.checkpointed || fused));
-        let network = lora(self.training, self.blocks_only, transformer.part());
+        let network = match self.decorator {
+            Some(_) => None,
+            None => lora(self.training, self.blocks_only, transformer.part()),
+        };
+        let width = self.shapes.transformer.context as usize;
+        let decorator = self
+            .decorator
+            .map(|tokens| Var::zeros((1, tokens, width), DType::F32, &Device::Cpu).unwrap());
         let bytes = measure(|| {
-            let inputs = self.inputs(self.batch, CAPTION_TOKENS, dtype);
+            let mut inputs = self.inputs(self.batch, CAPTION_TOKENS, dtype);
             // The noise, the noisy latents and the target.
             let drawn = [0; 3].map(|_| inputs.latents.copy().unwrap());
-            let (loss, tape) = record(|| Ok::<_, candle_core::Error>(transformer.predict(&inputs))).unwrap();
+            let (loss, tape) = record(|| {
+                if let Some(tokens) = &decorator {
+                    let tokens = tokens.to_dtype(dtype)?;
+                    let tokens = tokens.broadcast_as((self.batch, tokens.dim(1)?, width))?;
+                    inputs.text = Tensor::cat(&[&inputs.text, &tokens], 1)?;
+                }
+                Ok::<_, candle_core::Error>(transformer.predict(&inputs))
+            })
+            .unwrap();
             if fused {
                 tape.backward_each(&loss, |_, _| Ok::<_, candle_core::Error>(()))
                     .unwrap();

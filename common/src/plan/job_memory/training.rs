@@ -368,6 +368,7 @@ impl Job<'_> {
                 let conditions = conditions
                     .clone()
                     .unwrap_or_else(|| self.trained_conditions(&walk, model, (&latents, batch.items), checkpointed));
+                let conditions = self.with_decorator(&walk, conditions);
                 let conditions = self.with_image_adapter(&walk, model, &latents, conditions, checkpointed);
                 let mut predicted = None;
                 for _ in 0..passes {

@@ -173,6 +173,25 @@ impl TransformerFamily for FluxFamily {
         conditioning.without(GUIDANCE)
     }
 
+    fn decorator_width(transformer: &FluxTransformer2DModel) -> Option<usize> {
+        Some(transformer.text_width())
+    }
+
+    /// They have positions of zero, as all text.
+    fn with_tokens(&self, conditioning: Conditioning, tokens: &Tensor) -> Result<Conditioning> {
+        if conditioning.find(LENGTHS).is_some() {
+            return Err(EngineError::bad_input(
+                "model.apply_t5_attn_mask: cannot be used together with `decorator`, whose tokens follow the padding that is masked",
+            ));
+        }
+        let text = conditioning.get(CONTEXT)?;
+        let (items, _, width) = text.dims3()?;
+        let tokens = tokens.to_dtype(text.dtype())?.unsqueeze(0)?;
+        let tokens = tokens.broadcast_as((items, tokens.dim(1)?, width))?;
+        let text = Tensor::cat(&[text, &tokens], 1)?;
+        Ok(conditioning.with(CONTEXT, text))
+    }
+
     fn takes_control(&self) -> bool {
         self.arch == ArchName::FluxKontext
     }

@@ -1,8 +1,9 @@
 //! Loading, saving and conditioning of Z-Image.
 
+use super::text::{CONTEXT, LENGTHS};
 use super::{ZIMAGE, ZImageModel};
 use crate::adapters::{load_lora, safetensors_bytes};
-use crate::families::{self, Family, LoadOptions, META_FILE, Model, Prompt, SaveOptions, saved_step};
+use crate::families::{self, Conditioning, Family, LoadOptions, META_FILE, Model, Prompt, SaveOptions, saved_step};
 use crate::models::qwen3::{Qwen3Config, Qwen3Model};
 use crate::models::zimage::{ZImageConfig, ZImageTransformer2DModel};
 use crate::testing::{fixtures, gap, zimage_folder};
@@ -33,15 +34,23 @@ fn the_registry_loads_and_checks_a_folder() {
 
 /// `tiny_zimage` has 96 positions: two of them are for the image and before the caption, and captions are padded to multiples of 32.
 #[test]
-fn a_prompt_beyond_the_positions_of_the_model_is_refused_when_it_is_encoded() {
+fn a_prompt_beyond_the_positions_of_the_model_is_cut_at_its_end() {
     let model = load(&LoadOptions::cpu());
-    let encode = |words: usize| model.encode_prompts(&[Prompt::new("short"), Prompt::new("red ".repeat(words))]);
-    encode(4).unwrap();
-    let error = encode(80).unwrap_err().to_string();
-    assert!(
-        error.contains("has positions for 64") && error.contains("red red"),
-        "{error}"
-    );
+    let encode = |words: usize| {
+        let prompts = [Prompt::new("red ".repeat(words)), Prompt::new("short")];
+        model.encode_prompts(&prompts).unwrap()
+    };
+    let lengths = |encoded: &Conditioning| encoded.counts(LENGTHS).unwrap();
+    let (long, longer) = (encode(80), encode(900));
+    assert_eq!(lengths(&long)[0], 64);
+    assert_eq!(lengths(&longer), lengths(&long));
+    assert!(lengths(&encode(4))[0] < 64);
+    let context = |encoded: &Conditioning| encoded.get(CONTEXT).unwrap().get(0).unwrap();
+    assert_eq!(gap(&context(&longer), &context(&long)), 0.0);
+    // The transformer has a position for each of the tokens that are left.
+    let latents = Tensor::zeros((2, 16, 4, 4), DType::F32, &Device::Cpu).unwrap();
+    let time = Tensor::new(&[0.5_f32, 0.5], &Device::Cpu).unwrap();
+    model.predict(&[latents], &time, &longer).unwrap();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The text encoder of Z-Image: Qwen3 without its last layer.
 
 use crate::checkpointing::Checkpointing;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::TextEncoders;
 use crate::families::part::Part;
@@ -31,22 +31,15 @@ pub struct ZImageTextEncoder {
 impl TextEncoders for ZImageTextEncoder {
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
         let texts: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
-        let tokens = self.tokenizer.encode_chat(&texts, self.max_sequence_length)?;
-        let mut lengths = texts.iter().zip(&tokens.lengths);
-        if let Some((text, length)) = lengths.find(|(_, length)| **length > self.max_tokens) {
-            return Err(EngineError::bad_input(format!(
-                "a prompt has {length} tokens with those of the chat around it, and the model has positions for {} (`axes_lens` in \
-                 transformer/config.json): shorten it. It begins with: {}",
-                self.max_tokens,
-                text.chars().take(100).collect::<String>()
-            )));
-        }
+        // A longer prompt is cut at its end, as in diffusers' pipeline, which fails where the transformer has fewer positions.
+        let tokens = self
+            .tokenizer
+            .encode_chat(&texts, self.max_sequence_length.min(self.max_tokens))?;
         // The padding of shorter texts comes after them, so that it changes nothing: attention is causal.
         let states = self.model.forward(&tokens.ids.to_device(&self.device)?, None)?;
-        let longest = states.dim(1)?;
         let rows = tokens.lengths.iter().enumerate().map(|(item, length)| {
             let text = states.get(item)?.narrow(0, 0, *length)?;
-            text.pad_with_zeros(0, 0, self.max_sequence_length.max(longest) - length)
+            text.pad_with_zeros(0, 0, self.max_sequence_length - length)
         });
         let context = Tensor::stack(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?;
         let lengths: Vec<u32> = tokens.lengths.iter().map(|length| *length as u32).collect();

@@ -89,11 +89,18 @@ pub struct FluxTransformer2DModel {
     proj_out: Linear,
     axes: [usize; 3],
     channels: usize,
+    text_width: usize,
     /// Whether and where gradient checkpointing is used.
     pub checkpointing: Checkpointing,
 }
 
 impl FluxTransformer2DModel {
+    /// Features of the encoded text that it reads.
+    #[must_use]
+    pub fn text_width(&self) -> usize {
+        self.text_width
+    }
+
     /// Loads the transformer.
     ///
     /// # Errors
@@ -144,6 +151,7 @@ impl FluxTransformer2DModel {
             proj_out: Linear::new(&weights.pp("proj_out"), width, out_channels, true)?,
             axes,
             channels: config.in_channels / (PATCH * PATCH),
+            text_width: config.joint_attention_dim,
             checkpointing: Checkpointing::default(),
         })
     }

@@ -153,6 +153,7 @@ fn inputs_and_configs_that_do_not_fit_are_errors() {
     assert!(refused(&|c| c.in_channels = usize::MAX / 2).contains("in_channels"));
     assert!(refused(&|c| c.cap_feat_dim = usize::MAX).contains("cap_feat_dim"));
     assert!(refused(&|c| c.axes_lens = vec![64, usize::MAX, 64]).contains("axes_lens"));
+    assert!(refused(&|c| c.axes_lens = vec![33, 64, 64]).contains("at least 34"));
     assert!(refused(&|c| c.n_layers = 3).contains("layers.2"));
 }
 

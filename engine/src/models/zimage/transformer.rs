@@ -106,6 +106,12 @@ impl ZImageConfig {
                 self.dim, self.n_heads
             ));
         }
+        if self.max_caption_tokens() == 0 {
+            return Err(format!(
+                "axes_lens {lengths:?} has no positions for a caption: the first one must be at least {}",
+                MULTIPLE + 2
+            ));
+        }
         check_sizes(lengths.map(|length| ("axes_lens", length)).into_iter().chain([
             ("dim", self.dim),
             ("in_channels", self.in_channels),

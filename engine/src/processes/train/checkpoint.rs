@@ -49,6 +49,9 @@ impl Run<'_> {
         if let (Some(adapter), Some(parts)) = (&self.process.adapter, config.as_array_mut()) {
             parts.push(json!(adapter));
         }
+        if let (Some(decorator), Some(parts)) = (&self.process.decorator, config.as_array_mut()) {
+            parts.push(json!(decorator));
+        }
         if let (false, Some(parts)) = (self.negative_prompts.is_empty(), config.as_array_mut()) {
             parts.push(json!(self.negative_prompts));
         }

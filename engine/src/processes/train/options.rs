@@ -20,7 +20,7 @@ use crate::training::{
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::augmentation::read_augmentations;
 use aitk_common::job::dataset::DatasetConfig;
-use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
+use aitk_common::job::limits::{MAX_DECORATOR_TOKENS, MAX_EMBEDDING_VECTORS};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType};
 use aitk_common::job::values::ImageSize;
@@ -40,6 +40,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     slider::check(process)?;
     check_embedding(process)?;
     check_adapter(process)?;
+    check_decorator(process)?;
     if process.trains_whole_model() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
@@ -58,7 +59,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
     }
-    let trains_other = process.embedding.is_some() || process.adapter.is_some();
+    let trains_other = process.embedding.is_some() || process.trains_beside_model();
     if !process.train.train_text_encoder && !process.train.train_unet && !trains_other {
         return Err(EngineError::bad_input(
             "`train.train_unet` and `train.train_text_encoder` are both false: there is nothing to train",
@@ -89,7 +90,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         || process.train.do_prior_divergence
         || process.train.correct_pred_norm
         || process.datasets.iter().any(|dataset| dataset.prior_reg);
-    if (process.trains_whole_model() || process.adapter.is_some()) && uses_base {
+    if (process.trains_whole_model() || process.trains_beside_model()) && uses_base {
         return Err(EngineError::bad_input(
             "`inverted_mask_prior`, `do_prior_divergence`, `correct_pred_norm` and `prior_reg` need a `network`: they compare with what the model predicts \
              without it",
@@ -153,6 +154,25 @@ fn check_adapter(process: &TrainerProcess) -> Result<()> {
     match process.datasets.iter().all(has_control) {
         true => Ok(()),
         false => wrong(": every data set needs control images (`control_path`)"),
+    }
+}
+
+/// Checks the training of a decorator. Jobs are checked before they are accepted; this protects against specs from other sources.
+fn check_decorator(process: &TrainerProcess) -> Result<()> {
+    let Some(decorator) = &process.decorator else {
+        return Ok(());
+    };
+    let wrong = |what: &str| Err(EngineError::bad_input(format!("decorator{what}")));
+    if process.network.is_some() || process.embedding.is_some() || process.adapter.is_some() || process.kind.is_slider()
+    {
+        return wrong(": cannot be used together with `network`, `embedding`, `adapter` or a slider");
+    }
+    if process.train.train_text_encoder {
+        return wrong(": cannot be used together with `train.train_text_encoder`");
+    }
+    match (1..=MAX_DECORATOR_TOKENS).contains(&decorator.num_tokens) {
+        true => Ok(()),
+        false => wrong(&format!(".num_tokens: expected 1 to {MAX_DECORATOR_TOKENS}")),
     }
 }
 

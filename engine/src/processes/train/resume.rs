@@ -223,6 +223,10 @@ impl Run<'_> {
                 adapter.load(&path)?;
                 self.trainer = self.new_trainer()?;
             }
+            TrainedParameters::Decorator(decorator) => {
+                decorator.load(&path)?;
+                self.trainer = self.new_trainer()?;
+            }
             TrainedParameters::Model(_) => {
                 self.model.load_trained(&path).map_err(|error| {
                     EngineError::bad_input(format!(
@@ -264,7 +268,9 @@ impl Run<'_> {
                 }
                 TrainedParameters::Adapter(_) | TrainedParameters::Model(_) => saved_step(&path),
                 // In a folder the step is not in the file of the weights.
-                TrainedParameters::ImageAdapter(_) => Index::open(&path).and_then(|_| saved_step(&path)),
+                TrainedParameters::ImageAdapter(_) | TrainedParameters::Decorator(_) => {
+                    Index::open(&path).and_then(|_| saved_step(&path))
+                }
                 // It has the vectors of one word.
                 TrainedParameters::Embedding(_) => TrainedEmbedding::saved_step(&path),
             };
@@ -276,7 +282,9 @@ impl Run<'_> {
         saves.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
         for (step, path) in saves {
             let read = match self.target {
-                TrainedParameters::ImageAdapter(_) => check_numbers(&path).map(|()| None),
+                TrainedParameters::ImageAdapter(_) | TrainedParameters::Decorator(_) => {
+                    check_numbers(&path).map(|()| None)
+                }
                 _ => is_adapter.then(|| AdapterFile::open(&path)).transpose(),
             };
             let adapter = match read {

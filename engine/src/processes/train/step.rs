@@ -550,9 +550,10 @@ impl Run<'_> {
                 Some(conditioning) => conditioning.clone(),
                 None => model.encode_prompts(encoded)?.detached_as(model.dtype())?,
             };
-            with_inputs(conditioning)
+            with_inputs(model.with_decorator(conditioning, false)?.detached())
         };
-        let unconditional = unconditional.map(with_inputs).transpose()?;
+        let unconditional = unconditional.map(|negative| with_inputs(model.with_decorator(negative, true)?));
+        let unconditional = unconditional.transpose()?;
         let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
             predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
         };
@@ -598,6 +599,7 @@ impl Run<'_> {
         }
         if let Some(prompt) = guidance_loss_prompt {
             let (noisy, times) = self.noisy(&latents, &noise_draw)?;
+            // As in ai-toolkit, without the tokens of a decorator.
             let conditioning = with_inputs(prompt)?;
             // Nothing is kept for a backward pass.
             let prediction = match (handle, model.detach()) {
@@ -622,7 +624,7 @@ impl Run<'_> {
             let micro_batch = MicroBatch {
                 latents: latents.clone(),
                 noise_draw: noise_draw.clone(),
-                conditioning: with_inputs(conditioning)?,
+                conditioning: with_inputs(model.with_decorator(conditioning, false)?)?,
                 weights: vec![step_batch.item_weight; captions.len()],
                 weight: step_batch.weight,
                 mask: mask.clone(),

@@ -1,7 +1,8 @@
-//! The trained parameters of a run: a LoRA, a word, an adapter of images, or the model's own weights.
+//! The trained parameters of a run: a LoRA, a word, an adapter of images, a decorator, or the model's own weights.
 
 use super::super::context::Context;
 use super::adapter_options::{adapter_config, adapter_type};
+use super::decorator::TrainedDecorator;
 use super::embedding::TrainedEmbedding;
 use super::image_adapter::{self, TrainedImageAdapter};
 use super::lr_factors::check_lr_factors_of_network;
@@ -27,10 +28,12 @@ pub(super) enum TrainedParameters {
     Embedding(TrainedEmbedding),
     /// The network of an `adapter` section.
     ImageAdapter(TrainedImageAdapter),
+    /// The tokens of a `decorator` section.
+    Decorator(TrainedDecorator),
 }
 
 /// What is changed of the weights of the denoiser and of the text encoders: by the training itself, or by merging the network. Nothing if
-/// an adapter or a word is trained and saved by itself.
+/// an adapter, a word or a decorator is trained and saved by itself.
 pub(super) fn weight_changes(process: &TrainerProcess) -> WeightChanges {
     let list = |names: &Option<OneOrMany<String>>| names.as_ref().map(|names| names.0.clone()).unwrap_or_default();
     let by_name = TrainableFilter::Names {
@@ -108,6 +111,9 @@ impl TrainedParameters {
         }
         if let Some(embedding) = &process.embedding {
             return Ok(Self::Embedding(TrainedEmbedding::new(embedding, model, cx)?));
+        }
+        if let Some(decorator) = &process.decorator {
+            return Ok(Self::Decorator(TrainedDecorator::new(decorator, model, seed, cx)?));
         }
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
@@ -197,6 +203,7 @@ impl TrainedParameters {
             Self::Model(params) => params.clone(),
             Self::Embedding(word) => word.params().to_vec(),
             Self::ImageAdapter(adapter) => adapter.params().to_vec(),
+            Self::Decorator(decorator) => decorator.params().to_vec(),
         }
     }
 
@@ -206,7 +213,7 @@ impl TrainedParameters {
             Self::Adapter(network) => network.covers_text_encoder(),
             Self::Model(params) => params.iter().any(|p| p.name.starts_with("text_encoder")),
             Self::Embedding(_) => true,
-            Self::ImageAdapter(_) => false,
+            Self::ImageAdapter(_) | Self::Decorator(_) => false,
         }
     }
 
@@ -223,7 +230,7 @@ impl TrainedParameters {
     pub(super) fn handle(&self) -> Option<&Arc<AdapterHandle>> {
         match self {
             Self::Adapter(network) => Some(&network.handle),
-            Self::Model(_) | Self::Embedding(_) | Self::ImageAdapter(_) => None,
+            Self::Model(_) | Self::Embedding(_) | Self::ImageAdapter(_) | Self::Decorator(_) => None,
         }
     }
 }

@@ -86,6 +86,7 @@ impl Run<'_> {
             control: None,
             scales: vec![self.process.train.cfg_scale],
         };
+        let conditioning = model.with_decorator(conditioning, false)?.detached();
         let conditioning = inputs.add_to(self.process, model, conditioning)?;
         let device = &self.compute.device;
         let on_device = |tensors: &[Tensor]| {

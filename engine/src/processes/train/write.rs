@@ -1,4 +1,4 @@
-//! Writes saves: a LoRA, a word, an adapter of images, a whole model as one file, or a whole model as a diffusers folder.
+//! Writes saves: a LoRA, a word, an adapter of images, a decorator, a whole model as one file, or a whole model as a diffusers folder.
 
 use super::super::context::Context;
 use super::super::job_metadata::{job_metadata, software};
@@ -41,6 +41,7 @@ impl Run<'_> {
             }
             (TrainedParameters::Embedding(word), _) => return word.write(path, metadata, step),
             (TrainedParameters::ImageAdapter(adapter), _) => return adapter.write(path, dtype, &metadata),
+            (TrainedParameters::Decorator(decorator), _) => return decorator.write(path, dtype, &metadata),
             (TrainedParameters::Model(params), _) => params
                 .iter()
                 .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
@@ -68,6 +69,7 @@ impl Run<'_> {
             TrainedParameters::Model(_) => "model",
             TrainedParameters::Embedding(_) => "embedding",
             TrainedParameters::ImageAdapter(_) => "adapter",
+            TrainedParameters::Decorator(_) => "decorator",
         };
         for file in files_in_save(path) {
             cx.artifact(kind, &self.folder.root, &file, Some(step), None);

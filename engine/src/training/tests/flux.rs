@@ -66,7 +66,7 @@ pub(super) fn model(family: &'static FluxFamily, variant: &Value, options: &Load
     model
 }
 
-const OBJECTIVE: fn() -> FlowMatch = || FlowMatch {
+pub(super) const OBJECTIVE: fn() -> FlowMatch = || FlowMatch {
     timesteps: FlowTimesteps::Linear,
     weighting: FlowWeighting::Even,
     noise: NoiseOptions::default(),
