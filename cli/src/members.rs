@@ -34,7 +34,7 @@ pub fn is_array(job: &JobView) -> bool {
     job.array.as_ref().is_some_and(|array| array.index.is_none())
 }
 
-/// Returns the index of a member for messages: `3`.
+/// Returns the index of a member as text for messages (`3`), or its id if it has none.
 fn member_label(member: &JobView) -> String {
     let index = member.array.as_ref().and_then(|array| array.index);
     index.map_or_else(|| member.id.to_string(), |index| index.to_string())
@@ -54,7 +54,8 @@ fn progress_line(member: &JobView) -> String {
     printable(&format!("{}  {}", text.trim_end(), job_detail(member)))
 }
 
-/// The last known states and steps of an array's members.
+/// The last known states and steps of an array's members. [`Self::changes`] and [`Self::updated`] both record the states, so only one of
+/// them is called for an object.
 #[derive(Default)]
 struct MemberStates {
     status: BTreeMap<JobId, &'static str>,
@@ -333,13 +334,13 @@ fn is_removed(failure: &Failure) -> bool {
 
 /// Returns the events of one member until it ends or is removed.
 fn events<'a>(
-    follow: JobFollower<'a>,
+    follower: JobFollower<'a>,
     member: &'a JobView,
 ) -> impl Stream<Item = Result<(&'a JobView, JobEvent), Failure>> + 'a {
-    stream::unfold(Some(follow), move |follow| async move {
-        let mut follow = follow?;
-        match follow.next().await {
-            Ok(Some(event)) => Some((Ok((member, event)), Some(follow))),
+    stream::unfold(Some(follower), move |follower| async move {
+        let mut follower = follower?;
+        match follower.next().await {
+            Ok(Some(event)) => Some((Ok((member, event)), Some(follower))),
             Ok(None) => None,
             Err(failure) if is_removed(&failure) => None,
             Err(failure) => Some((Err(failure), None)),

@@ -87,17 +87,17 @@ fn caption(input: &mut Unstructured<'_>) {
 fn tags(input: &mut Unstructured<'_>) -> TagRules {
     let word = |input: &mut Unstructured<'_>| input.flag().then(|| input.chars()).filter(|word| !word.is_empty());
     TagRules {
-        dropout: input.real(),
+        token_dropout_rate: input.real(),
         keep_tokens: input.number() as u32 as usize,
         shuffle: input.flag(),
         prefix: word(input),
         suffix: word(input),
         wildcards: input.flag(),
         separator: word(input),
-        kept_in_place: input.flag(),
-        kept_separator: word(input),
+        shuffle_keeps_tokens: input.flag(),
+        keep_tokens_separator: word(input),
         secondary_separator: word(input),
-        of_sd_scripts: input.flag(),
+        sd_scripts_captions: input.flag(),
     }
 }
 

@@ -16,8 +16,9 @@ use aitk_common::storage::{BlobInfo, BlobStore, StorageError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use std::future::Future;
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncSeekExt};
@@ -76,7 +77,18 @@ fn store_timeout(bytes: u64) -> Duration {
 }
 
 fn timed_out() -> Failure {
-    Failure::Status(Status::deadline_exceeded("the coordinator did not answer in time"))
+    broken(Status::deadline_exceeded("the coordinator did not answer in time"))
+}
+
+fn cut_short() -> Failure {
+    broken(Status::unavailable("the download was cut short"))
+}
+
+/// A failure of the connection. As in tonic, the status has a source, by which it is distinguished from the coordinator's answers.
+fn broken(mut status: Status) -> Failure {
+    let source = io::Error::other(status.message().to_owned());
+    status.set_source(Arc::new(source));
+    Failure::Status(status)
 }
 
 fn is_retryable(status: &Status) -> bool {
@@ -486,7 +498,7 @@ impl BlobStore for RemoteBlobs {
                 if received < header.bytes {
                     *partial.lock().await = Some(Partial { file, received });
                 }
-                return Err(Failure::Status(Status::unavailable("the download was cut short")));
+                return Err(cut_short());
             }
             let (target, name) = (path.to_owned(), format!("blob {hash}"));
             blocking(move || {
@@ -517,7 +529,7 @@ impl BlobStore for RemoteBlobs {
                     all.extend_from_slice(&data[..data.len().min(room)]);
                 }
                 if all.len() as u64 != bytes {
-                    return Err(Failure::Status(Status::unavailable("the download was cut short")));
+                    return Err(cut_short());
                 }
                 Ok(all)
             })

@@ -1,4 +1,4 @@
-"""The tiny model as a single-file checkpoint of the first release (`ldm`), in fp16, and the names of the full model.
+"""The tiny model as a single-file model of the first release (`ldm`), in fp16, and the names of the full model.
 
 The names are made by the functions below and checked by diffusers' own conversion in the other direction.
 """

@@ -30,13 +30,14 @@ impl SubmissionFailure {
     pub(super) fn of(problem: CallFailure) -> Self {
         match problem.code {
             Some(Code::InvalidArgument) => Self::Refused(Failure::failed(printable(&problem.answer))),
+            // The coordinator's answer to a submission that conflicts with what is stored (`Refusal::Conflict`).
             Some(Code::Aborted) => Self::Refused(problem.failure),
             _ => Self::CallFailed(problem.failure),
         }
     }
 }
 
-/// The result of a call that deletes: what a try before deleted is not found.
+/// The result of a call that deletes. A retry gets `NotFound` if an earlier try deleted it, so `known` is the result.
 pub(super) fn deleted_before<T>(problem: CallFailure, known: Option<T>) -> Result<T, Failure> {
     match (problem.code, known) {
         (Some(Code::NotFound), Some(known)) if problem.repeated => Ok(known),
@@ -68,7 +69,7 @@ pub(super) fn tls_hint(problem: &str) -> Option<&'static str> {
     found.map(|(_, hint)| *hint)
 }
 
-/// Converts a gRPC status to a failure. Its message may be of any server, so that what a terminal would obey is removed.
+/// Converts a gRPC status to a failure. Its message may be of any server, so control characters are removed.
 #[must_use]
 pub fn status_failure(server: &str, status: &Status) -> Failure {
     let message = printable_lines(status.message());
@@ -84,11 +85,16 @@ pub fn status_failure(server: &str, status: &Status) -> Failure {
         Code::NotFound => Failure::not_found(message),
         Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, message)
             .hint("`aitk doctor` shows which token is used and where it comes from"),
-        Code::Unavailable | Code::DeadlineExceeded => Failure::new(
+        Code::Unavailable | Code::DeadlineExceeded if is_transport(status) => Failure::new(
             Exit::Unreachable,
             format!("the connection to {server} is broken: {message}"),
         )
         .hint("check that the coordinator is running; `aitk doctor` tests the connection"),
+        // The coordinator's own answer: its database does not answer, it shuts down, or no coordinator leads.
+        Code::Unavailable | Code::DeadlineExceeded => {
+            Failure::new(Exit::Unreachable, format!("{server} cannot serve this now: {message}"))
+                .hint("try again in a moment; if it fails again, the coordinator's log says why")
+        }
         // tonic reports a connection that breaks during a stream as one of these codes.
         Code::Unknown | Code::Cancelled if is_transport(status) => Failure::new(
             Exit::Unreachable,
@@ -169,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lost_try_deleted_counts_as_deleted() {
+    fn a_retried_delete_that_finds_nothing_succeeds() {
         assert_eq!(deleted_before(problem(Some(Code::NotFound), true), Some(7)), Ok(7));
         for (code, repeated, known) in [
             (Some(Code::NotFound), false, Some(7)),
@@ -192,6 +198,35 @@ mod tests {
         assert_eq!(of(Some(Code::Aborted)), SubmissionFailure::Refused(failure()));
         for code in [Some(Code::Unavailable), Some(Code::FailedPrecondition), None] {
             assert_eq!(of(code), SubmissionFailure::CallFailed(failure()), "{code:?}");
+        }
+    }
+
+    #[test]
+    fn an_unavailable_coordinator_is_distinguished_from_a_broken_connection() {
+        for mut status in [
+            Status::unavailable("the database does not answer"),
+            Status::deadline_exceeded("nothing was sent"),
+        ] {
+            let answered = status_failure("http://s", &status);
+            assert_eq!(answered.exit, Exit::Unreachable);
+            assert_eq!(
+                answered.message,
+                format!("http://s cannot serve this now: {}", status.message())
+            );
+            let shown = answered.render(false);
+            assert!(
+                shown.contains("the coordinator's log") && !shown.contains("is running"),
+                "{shown}"
+            );
+            status.set_source(std::sync::Arc::new(std::io::Error::other("connection refused")));
+            let broken = status_failure("http://s", &status);
+            assert_eq!(broken.exit, Exit::Unreachable);
+            assert_eq!(
+                broken.message,
+                format!("the connection to http://s is broken: {}", status.message())
+            );
+            let shown = broken.render(false);
+            assert!(shown.contains("check that the coordinator is running"), "{shown}");
         }
     }
 

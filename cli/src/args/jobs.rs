@@ -134,7 +134,7 @@ pub struct PsArgs {
     /// Repeat every two seconds until Ctrl-C; with --json one line each time
     #[arg(short, long)]
     pub watch: bool,
-    /// Ids only
+    /// Print only ids
     #[arg(short, long, conflicts_with = "json")]
     pub quiet: bool,
     /// Print JSON

@@ -33,7 +33,7 @@ pub enum WorkerCommand {
     /// Remove a disconnected worker from the list
     #[command(
         long_about = "Remove a disconnected worker from the list.\n\nA connected worker cannot be removed. If the \
-                     worker connects later, it registers again; `aitk-coordinator worker revoke` revokes its certificate."
+                     worker connects later, it registers again unless its certificate is revoked (`aitk-coordinator worker revoke`)."
     )]
     Forget(ForgetArgs),
 }
@@ -127,13 +127,13 @@ pub struct WorkersArgs {
     /// Only these: names, ids, beginnings of ids, or patterns with * and ?
     #[arg(value_name = "WORKER")]
     pub names: Vec<String>,
-    /// Only workers with a device in this state; may be given several times
+    /// Only workers with a device in this state; may be given several times, then any may match
     #[arg(long = "state", value_enum, value_name = "STATE")]
     pub states: Vec<WorkerState>,
     /// Only workers with this label, or with this value of the label; may be given several times, then all must match
     #[arg(long = "label", value_name = "NAME[=VALUE]")]
     pub labels: Vec<String>,
-    /// Ids only
+    /// Print only ids
     #[arg(short, long, conflicts_with = "json")]
     pub quiet: bool,
     /// Print JSON

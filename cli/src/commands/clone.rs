@@ -37,7 +37,10 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     if stored.local {
         return Err(Failure::new(
             Exit::Conflict,
-            format!("{} ran in place: its inputs were never stored", job.id),
+            format!(
+                "{} was run by `aitk run` on its own machine: its inputs were never stored",
+                job.id
+            ),
         )
         .hint("`aitk submit CONFIG` submits its config"));
     }
@@ -81,7 +84,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     let submission = Submission {
         images,
         parameter_counts: parameter_counts(&loaded, &context.directory),
-        // Most of its data sets are where the copied job was submitted.
+        // Counted where the original was submitted; its data sets are not here.
         image_batches: Vec::new(),
         longest_prompt: longest_prompt(&loaded.spec, &context.directory),
         config_text: stored.config_text,
@@ -215,9 +218,10 @@ fn count_images(
 ) -> Option<u64> {
     let images_for = |spec: &JobSpec, prompts: usize| spec.image_count(|_| Some(prompts));
     let stored = || {
-        // With random prompts the number of images does not depend on the number of prompts.
-        let of_one = images_for(original, 1).filter(|one| *one > 0 && images_for(original, 2) != Some(*one))?;
-        usize::try_from(generated? / of_one).ok()
+        // prompts = images / images per prompt. With random prompts the number of images does not depend on the number of prompts.
+        let images_per_prompt =
+            images_for(original, 1).filter(|one| *one > 0 && images_for(original, 2) != Some(*one))?;
+        usize::try_from(generated? / images_per_prompt).ok()
     };
     if images_for(copy, 1) == images_for(copy, 2) {
         return images_for(copy, 1);

@@ -5,6 +5,7 @@ use crate::context::Context;
 use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
+use crate::output::format::shell_word;
 use aitk_common::fsutil;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -21,15 +22,17 @@ pub(super) fn init(context: &Context, args: &InitArgs) -> CommandResult {
         );
     }
     fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk_failure(&error))?;
-    let text = TEMPLATE.replace("THIS_FILE", &shell_word(&path));
+    let argument = shell_word(&path.strip_prefix("./").unwrap_or(&path).display().to_string());
+    let text = TEMPLATE.replace("THIS_FILE", &argument);
     fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk_failure(&error))?;
     ui.data(&path.display().to_string())?;
     ui.notice("fill in the model, the data set and the trigger word, then:");
-    ui.notice(&format!("  aitk run {}", shell_word(&path)));
+    ui.notice(&format!("  aitk validate {argument}"));
+    ui.notice(&format!("  aitk run {argument}"));
     Ok(Exit::Ok)
 }
 
-/// Returns the path of the file to write; for a folder `job.yaml` in it.
+/// Returns the path of the file to write; for a folder `job.yaml` in it. A name without `.yaml` or `.yml` is a folder.
 fn file_of(path: &Path) -> PathBuf {
     let names_folder = path.to_string_lossy().ends_with('/') || path.is_dir();
     let is_config = path.extension().is_some_and(|ext| ext == "yaml" || ext == "yml");
@@ -37,17 +40,6 @@ fn file_of(path: &Path) -> PathBuf {
         path.join("job.yaml")
     } else {
         path.to_owned()
-    }
-}
-
-/// Quotes a path for a shell if necessary.
-pub(super) fn shell_word(path: &Path) -> String {
-    let text = path.strip_prefix("./").unwrap_or(path).display().to_string();
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=@%,:~".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 
@@ -71,6 +63,5 @@ mod tests {
         assert_eq!(file_of(Path::new("config/")), Path::new("config/job.yaml"));
         assert_eq!(file_of(Path::new("config/a.yaml")), Path::new("config/a.yaml"));
         assert_eq!(file_of(Path::new("new")), Path::new("new/job.yaml"));
-        assert_eq!(shell_word(Path::new("./my job.yaml")), "'my job.yaml'");
     }
 }

@@ -1,7 +1,6 @@
 //! `up`: runs a coordinator and a worker on this machine until Ctrl-C.
 
 use crate::args::UpArgs;
-use crate::commands::init::shell_word;
 use crate::context::{Context, env};
 use crate::download::disk_failure;
 use crate::embedded::{
@@ -11,7 +10,7 @@ use crate::exit::Exit;
 use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::Ui;
-use crate::output::format::printable;
+use crate::output::format::{printable, shell_word};
 use crate::paths::display_path;
 use crate::settings::{Setting, UpState};
 use aitk_common::fsutil;
@@ -203,10 +202,13 @@ fn worker_commands(server: &str, token_file: &Path, ca_file: Option<&Path>) -> [
         false => host,
     };
     let mut command = format!("  aitk-worker --server {scheme}://{host}:{port}");
-    command.push_str(&format!(" --token-file {}", shell_word(token_file)));
+    command.push_str(&format!(
+        " --token-file {}",
+        shell_word(&token_file.display().to_string())
+    ));
     let mut copies = "the token file".to_owned();
     if let Some(ca_file) = ca_file {
-        command.push_str(&format!(" --ca-file {}", shell_word(ca_file)));
+        command.push_str(&format!(" --ca-file {}", shell_word(&ca_file.display().to_string())));
         copies.push_str(" and of the certificate");
     }
     [format!("On each other machine, with a copy of {copies}:"), command]

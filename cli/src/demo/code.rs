@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
-use crate::output::format::{printable, shell_word};
+use crate::output::format::{printable, shell_word, size};
 use crate::run_folder;
 use aitk_common::fsutil;
 use aitk_common::fsutil::regular;
@@ -35,7 +35,7 @@ const GENERATE: &str = include_str!("code_files/generate.yaml");
 const NAME: &str = "rust_coder";
 /// The files that are trained on, as in the config.
 const PATTERN: &str = "*.rs";
-/// What the config of the demo contains.
+/// Text by which the demo recognises its own train.yaml.
 const MARK: &str = "`aitk demo code` wrote this file";
 /// Bytes of the texts on which the tokenizer is trained.
 const MAX_TOKENIZER_BYTES: u64 = 4 << 20;
@@ -53,8 +53,8 @@ pub(super) async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     let data = args.data.map(|data| context.directory.join(data));
     let written = folder.clone();
     let prepared = tokio::task::spawn_blocking(move || written.prepare(data.as_deref())).await;
-    let kilobytes = prepared.map_err(|error| Failure::failed(error.to_string()))??;
-    ui.notice(&announcement(kilobytes, &output));
+    let tokenizer_bytes = prepared.map_err(|error| Failure::failed(error.to_string()))??;
+    ui.notice(&announcement(tokenizer_bytes, &output));
     let options = RunOptions {
         device: args.device,
         ..RunOptions::default()
@@ -70,10 +70,11 @@ pub(super) async fn run(context: &Context, args: DemoArgs) -> CommandResult {
 }
 
 /// What the demo says before the training. The tokenizer is trained on a part of large data.
-fn announcement(tokenizer_kilobytes: u64, output: &Path) -> String {
+fn announcement(tokenizer_bytes: u64, output: &Path) -> String {
     format!(
-        "Training a code model from scratch on Rust files, its tokenizer on {tokenizer_kilobytes} KB of them.\n\
+        "Training a code model from scratch on Rust files, its tokenizer on {} of them.\n\
          Model, tokenizer and configs are in {}.",
+        size(tokenizer_bytes),
         output.display()
     )
 }
@@ -107,7 +108,7 @@ impl Folder {
         self.path.join("output").join(NAME)
     }
 
-    /// Writes data, tokenizer, model config and configs. Returns the size of the texts that the tokenizer is trained on, in kilobytes. A training
+    /// Writes data, tokenizer, model config and configs. Returns the size of the texts that the tokenizer is trained on, in bytes. A training
     /// that is complete, or began with other files, is removed.
     fn prepare(&self, data: Option<&Path>) -> Result<u64, Failure> {
         refuse_other_folder(&self.path, MARK, "aitk demo code")?;
@@ -124,7 +125,7 @@ impl Folder {
         let texts = texts.map_err(|error| Failure::failed(error.to_string()))?;
         if texts.is_empty() {
             let message = format!(
-                "{}: there is no Rust file ({PATTERN}) in this folder",
+                "{}: there is no Rust file ({PATTERN}) in this folder or below it",
                 printable(&data.display().to_string())
             );
             return Err(Failure::failed(message).hint("to train on other files, write a config: aitk help code-models"));
@@ -154,6 +155,7 @@ impl Folder {
             ),
             ("generate.yaml", generation),
         ];
+        // What decides the training: its config, tokenizer and model config. The others do not change it.
         let is_same = files[..3]
             .iter()
             .all(|(name, text)| has_text(&self.path.join(name), text));
@@ -168,7 +170,7 @@ impl Folder {
             }
             self.write(name, text)?;
         }
-        Ok(texts.iter().map(|text| text.len() as u64).sum::<u64>() / 1000)
+        Ok(texts.iter().map(|text| text.len() as u64).sum())
     }
 
     /// Writes the files that the program contains, without their tests.
@@ -307,8 +309,8 @@ mod tests {
     fn the_files_are_written_and_a_training_of_other_files_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path().join("demo")).unwrap();
-        let kilobytes = folder.prepare(None).unwrap();
-        assert!((100..1000).contains(&kilobytes), "{kilobytes}");
+        let bytes = folder.prepare(None).unwrap();
+        assert!((100_000..1_000_000).contains(&bytes), "{bytes}");
         let job = crate::config::read(
             &Ui::silent(),
             &folder.path.join("train.yaml"),
@@ -316,12 +318,12 @@ mod tests {
             Default::default(),
         );
         assert!(job.unwrap().warnings.is_empty());
-        // An interrupted training of the same files stays.
         let foreign = Folder::new(dir.path().to_path_buf())
             .unwrap()
             .prepare(None)
             .unwrap_err();
         assert_eq!(foreign.exit, Exit::Conflict);
+        // An interrupted training of the same files stays.
         let checkpoint = folder.run_folder().join(".aitk/checkpoint");
         fsutil::create_dir_all(&checkpoint).unwrap();
         folder.prepare(None).unwrap();
@@ -339,7 +341,7 @@ mod tests {
         fsutil::create_dir_all(&folder.run_folder().join(NAME)).unwrap();
         folder.prepare(Some(&other)).unwrap();
         assert!(!folder.run_folder().exists() && renamed.exists());
-        // So does a config that was changed, beside the one for the files of before.
+        // A changed config is kept as train.yaml.old2, beside the config for the first files (train.yaml.old).
         let config = folder.path.join("train.yaml");
         let edited = std::fs::read_to_string(&config).unwrap() + "# mine\n";
         std::fs::write(&config, &edited).unwrap();
@@ -352,9 +354,9 @@ mod tests {
 
     #[test]
     fn the_size_of_the_texts_is_that_of_the_tokenizer() {
-        let text = announcement(4194, Path::new("aitk-code-demo"));
+        let text = announcement(4 << 20, Path::new("aitk-code-demo"));
         assert!(
-            text.contains("tokenizer on 4194 KB") && text.contains("in aitk-code-demo."),
+            text.contains("tokenizer on 4.0 MiB of them") && text.contains("in aitk-code-demo."),
             "{text}"
         );
     }

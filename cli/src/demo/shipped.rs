@@ -1,5 +1,4 @@
-//! Which files of `config/demo` the program contains. The build script copies them to where the program includes them from: a training that
-//! runs the config in the repository leaves caches among them.
+//! Selects the files of `config/demo` that the build script copies for `include_dir!`. Caches that a training left among them are skipped.
 
 use std::fs;
 use std::io;

@@ -392,6 +392,7 @@ mod tests {
         assert_eq!(shell_word("output/cat-1.5_x"), "output/cat-1.5_x");
         assert_eq!(shell_word("my lora"), "'my lora'");
         assert_eq!(shell_word("it's $HOME"), r"'it'\''s $HOME'");
+        assert_eq!(shell_word("~x"), "'~x'");
         assert_eq!(shell_word(""), "''");
     }
 

@@ -27,7 +27,7 @@ pub struct Manifest {
     pub job: String,
     /// Number of optimizer steps done.
     pub step: u64,
-    /// Number of passes over the data done.
+    /// Number of passes over the data done (not the epoch of an attempt).
     pub epoch: u64,
     /// The time at which it was written.
     #[serde(with = "timestamp")]

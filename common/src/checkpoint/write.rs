@@ -55,7 +55,7 @@ impl UnfinishedCheckpoint {
 #[derive(Debug)]
 pub struct CheckpointWriter {
     parent: PathBuf,
-    staging: UnfinishedCheckpoint,
+    unfinished: UnfinishedCheckpoint,
     manifest: Manifest,
 }
 
@@ -76,7 +76,7 @@ impl CheckpointWriter {
         };
         Ok(Self {
             parent: parent.to_owned(),
-            staging: UnfinishedCheckpoint::new(parent, step)?,
+            unfinished: UnfinishedCheckpoint::new(parent, step)?,
             manifest,
         })
     }
@@ -88,7 +88,7 @@ impl CheckpointWriter {
         self
     }
 
-    /// Sets the number of passes over the data done so far.
+    /// Sets the number of passes over the data done so far (not the epoch of an attempt).
     #[must_use]
     pub fn data_epoch(mut self, epoch: u64) -> Self {
         self.manifest.epoch = epoch;
@@ -113,7 +113,7 @@ impl CheckpointWriter {
         role: &str,
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> Result<(), CheckpointError> {
-        let path = names::below(self.staging.folder(), name)?;
+        let path = names::below(self.unfinished.folder(), name)?;
         let taken = |file: &FileEntry| file.path.to_lowercase() == name.to_lowercase();
         if name == MANIFEST_NAME || self.manifest.files.iter().any(taken) {
             return Err(CheckpointError::Duplicate { name: name.to_owned() });
@@ -141,7 +141,8 @@ impl CheckpointWriter {
     /// Makes the checkpoint complete and durable, and returns its folder. A checkpoint of the same step is replaced.
     ///
     /// # Errors
-    /// [`CheckpointError::Fs`]; earlier checkpoints are then unchanged.
+    /// When a name is invalid or a file cannot be written. Checkpoints of other steps are unchanged. After an error in the last two steps
+    /// (`parent` is synced, the replaced checkpoint is removed) the new checkpoint is already in place.
     pub fn commit(mut self, state: serde_json::Map<String, serde_json::Value>) -> Result<PathBuf, CheckpointError> {
         self.manifest.state = state;
         if self.manifest.created == jiff::Timestamp::UNIX_EPOCH {
@@ -153,22 +154,22 @@ impl CheckpointWriter {
         for folder in self.folders() {
             fsutil::sync_dir(&folder)?;
         }
-        write_hashed(&self.staging.folder().join(MANIFEST_NAME), |out| {
+        write_hashed(&self.unfinished.folder().join(MANIFEST_NAME), |out| {
             out.write_all(text.as_bytes())
         })
         .map_err(|error| FsError::new("write", target.join(MANIFEST_NAME), error))?;
-        fsutil::sync_dir(self.staging.folder())?;
-        self.staging.publish(&target)?;
+        fsutil::sync_dir(self.unfinished.folder())?;
+        self.unfinished.publish(&target)?;
         Ok(target)
     }
 
-    /// The subfolders of the staging folder that contain files.
+    /// The subfolders of the unfinished checkpoint that contain files.
     fn folders(&self) -> Vec<PathBuf> {
         let mut folders: Vec<PathBuf> = Vec::new();
         for file in &self.manifest.files {
             let mut folder = Path::new(&file.path).parent();
             while let Some(inner) = folder.filter(|inner| !inner.as_os_str().is_empty()) {
-                folders.push(self.staging.folder().join(inner));
+                folders.push(self.unfinished.folder().join(inner));
                 folder = inner.parent();
             }
         }

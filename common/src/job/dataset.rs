@@ -111,11 +111,12 @@ section! {
         keep_tokens_separator: Option<String> = None, Works;
         /// sd-scripts: the text between tokens.
         caption_separator: Option<String> = None, Works, shown "a comma";
-        /// sd-scripts: this text becomes a comma at the end; it joins several tokens to one, which is dropped and shuffled as one.
+        /// sd-scripts: at the end, this text becomes `caption_separator` (a comma by default); it joins several tokens to one, which is
+        /// dropped and shuffled as one.
         secondary_separator: Option<String> = None, Works;
-        /// sd-scripts: text before each caption, and a blank.
+        /// sd-scripts: text before each caption, followed by a space.
         caption_prefix: Option<String> = None, Works;
-        /// sd-scripts: text after each caption, and a blank before it.
+        /// sd-scripts: text after each caption, preceded by a space.
         caption_suffix: Option<String> = None, Works;
         /// sd-scripts: each time, one line of the caption is chosen, and one alternative of each `{a|b|c}`. `{{` and `}}` are braces.
         enable_wildcard: bool = false, Works;

@@ -4,14 +4,15 @@ use super::error::Finding;
 use super::limits::{finding, too_deep};
 use super::node::Mark;
 
-/// Converts a parser error to a finding with a hint. Tabs are the usual cause, so they are checked first.
-pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, info: &str) -> Finding {
-    if info.contains("recursion limit") {
+/// Converts a parser error to a finding with a hint. Tabs are the usual cause, so they are checked first. `parser_message` is compared with
+/// texts of saphyr-parser 0.3.
+pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, parser_message: &str) -> Finding {
+    if parser_message.contains("recursion limit") {
         return finding(file, at, "", too_deep());
     }
     let error_line = usize::try_from(at.line).unwrap_or(0);
-    // The parser may report a tab at the end of a text that is some empty lines and comments above it.
-    let searched = error_line + if info.contains("a tab") { 20 } else { 1 };
+    // For a tab the parser may name a line above it, with empty lines and comments between; look further down.
+    let searched = error_line + if parser_message.contains("a tab") { 20 } else { 1 };
     for (index, line) in text.lines().enumerate().take(searched) {
         let indent = line.len() - line.trim_start_matches([' ', '\t']).len();
         if let Some(column) = line[..indent].find('\t')
@@ -26,7 +27,7 @@ pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, info: &str) -
             );
         }
     }
-    let is_in_brackets = info.contains("flow") || info.contains("illegal placement of ':'");
+    let is_in_brackets = parser_message.contains("flow") || parser_message.contains("illegal placement of ':'");
     if let Some((index, column, bracket)) = unclosed_bracket(text, error_line).filter(|_| is_in_brackets) {
         let message = format!("this is not valid YAML: the bracket `{bracket}` is not closed in this line");
         return finding(file, position(index, column), "", message);
@@ -35,12 +36,13 @@ pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, info: &str) -
         .checked_sub(1)
         .and_then(|index| text.lines().nth(index))
         .unwrap_or("");
-    let expects_key = info.contains("simple key expect") || info.contains("mapping values are not allowed");
+    let expects_key =
+        parser_message.contains("simple key expect") || parser_message.contains("mapping values are not allowed");
     if let Some(index) = line_without_colon(text, error_line).filter(|_| expects_key) {
         let above = text.lines().nth(index).unwrap_or("");
         let indent = above.len() - above.trim_start().len();
         // A key without a colon is an error at the next line.
-        let at = match info.contains("simple key expect") {
+        let at = match parser_message.contains("simple key expect") {
             true => position(index, indent),
             false => at,
         };
@@ -49,7 +51,7 @@ pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, info: &str) -
             return finding(file, position(index, indent), "", message);
         }
         let message = format!(
-            "this is not valid YAML: line {} has no colon after its key (`key: value`); if it is no key, check the indentation of the \
+            "this is not valid YAML: line {} has no colon after its key (`key: value`); if it is not a key, check the indentation of the \
              lines around it",
             index + 1
         );
@@ -59,37 +61,37 @@ pub(super) fn scan_error(text: &str, file: Option<&str>, at: Mark, info: &str) -
     let before: String = line.chars().take(column).collect();
     let first = line.chars().nth(column);
     let begins_value = before.trim_end().ends_with(['-', ':']);
-    let is_block = info.contains("comment or line break");
+    let is_block = parser_message.contains("comment or line break");
     let needs_quotes = |first: char| "@`%*,]}".contains(first) || (is_block && "|>".contains(first));
     let hint = match first {
         Some(first) if begins_value && needs_quotes(first) => {
             format!("; text that begins with `{first}` needs quotes")
         }
-        _ if info.contains("expected ',' or") => "; a comma, or the closing bracket, is missing before this place".to_owned(),
+        _ if parser_message.contains("expected ',' or") => "; a comma, or the closing bracket, is missing before this place".to_owned(),
         Some(_) if before.trim_end().ends_with([']', '}']) => {
             "; a value that begins with a bracket ends with it: put text such as `[trigger] in a park` into quotes"
                 .to_owned()
         }
-        _ if info.contains("escape") => {
+        _ if parser_message.contains("escape") => {
             "; in double quotes, a backslash begins an escape: write `/`, or use single quotes".to_owned()
         }
-        _ if info.contains("trailing content") => {
+        _ if parser_message.contains("trailing content") => {
             "; the text goes on after its closing quote, or a quote is probably not closed above: quote the whole text; inside of single \
              quotes, `''` is a quote"
                 .to_owned()
         }
-        _ if info.contains("quoted scalar") => {
+        _ if parser_message.contains("quoted scalar") => {
             "; a quote is probably not closed, in this line or in those above".to_owned()
         }
-        _ if info.contains("unexpected end of stream") => "; a bracket or quote is probably not closed".to_owned(),
+        _ if parser_message.contains("unexpected end of stream") => "; a bracket or quote is probably not closed".to_owned(),
         _ if line.contains('\t') => "; there is a tab in this line, use spaces".to_owned(),
         _ => "; check the indentation, the space after each colon, and quotes and brackets that are not closed"
             .to_owned(),
     };
-    finding(file, at, "", format!("this is not valid YAML: {info}{hint}"))
+    finding(file, at, "", format!("this is not valid YAML: {parser_message}{hint}"))
 }
 
-/// The position of a byte in a line, both counted from 0, where what is before it is ASCII.
+/// The position of a line and a column, both counted from 0. The text before the column must be ASCII.
 fn position(index: usize, column: usize) -> Mark {
     Mark {
         line: u32::try_from(index + 1).unwrap_or(u32::MAX),

@@ -187,7 +187,7 @@ impl State {
         let message = format!("lost on {}: {why}", attempt.worker_name);
         let (stopping, time_limit_reached) = (job.state == JobState::Stopping, job.time_limit_reached);
         let saved = saved_work_message(job, None, job.optimizer_steps());
-        self.end_attempt(changes, id, AttemptState::Lost, message.clone());
+        self.end_attempt(changes, id, AttemptState::Lost, why.to_owned());
         if let Some(session) = session {
             self.fence(changes, session, held);
         }

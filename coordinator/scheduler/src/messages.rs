@@ -56,7 +56,8 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
         }
         WaitReason::NoWorker => NO_WORKER.into(),
         WaitReason::Quota { owner, quota } => {
-            format!("user {owner} may hold {quota} devices at once and does; one of those jobs has to end first")
+            let devices = if *quota == 1 { "device" } else { "devices" };
+            format!("user {owner} may hold {quota} {devices} at once and does; one of those jobs has to end first")
         }
         WaitReason::StartsNow => "starts now".into(),
         WaitReason::NoDeviceFits(fit_errors) => no_device(fit_errors.iter().collect()),

@@ -8,9 +8,9 @@ use aitk_common::storage::{BlobStore, StorageError, gc};
 pub(crate) enum BlobReference {
     /// A single blob.
     Blob(ContentHash),
-    /// A snapshot: the list of its files, and the files.
+    /// A snapshot, by the hash of its list of files.
     Snapshot(ContentHash),
-    /// A checkpoint: its manifest, and its files.
+    /// A checkpoint, by the hash of its manifest.
     Checkpoint(ContentHash),
 }
 
@@ -31,7 +31,7 @@ impl BlobReference {
         }
     }
 
-    /// Returns the blobs that it refers to; for a single blob, itself.
+    /// Returns the blobs of the files, without the list or the manifest itself; for a single blob, itself.
     pub(crate) async fn files(self, blobs: &dyn BlobStore) -> Result<Vec<ContentHash>, StorageError> {
         match self {
             Self::Blob(hash) => Ok(vec![hash]),

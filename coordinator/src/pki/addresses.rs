@@ -4,13 +4,14 @@ use crate::config::PkiConfig;
 use aitk_common::fsutil;
 use aitk_common::security::ca::{CaError, is_server_name};
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
 /// File beside the authority with additional host names, one per line.
 const FILE: &str = "hostnames";
 
-/// Stores additional names for every start.
+/// Stores the names of `init --hostname` for every later start. With none, the file stays as it is.
 pub(super) fn write_names(folder: &Path, names: &[String]) -> Result<(), CaError> {
     if names.is_empty() {
         return Ok(());
@@ -21,9 +22,15 @@ pub(super) fn write_names(folder: &Path, names: &[String]) -> Result<(), CaError
     Ok(())
 }
 
-/// Reads the stored names; none when the file cannot be read.
+/// Reads the stored names; none, with a warning, when the file cannot be read.
 pub(super) fn read_names(folder: &Path) -> Vec<String> {
-    let text = std::fs::read_to_string(folder.join(FILE)).unwrap_or_default();
+    let path = folder.join(FILE);
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| {
+        if error.kind() != ErrorKind::NotFound {
+            tracing::warn!(path = %path.display(), %error, "the host names for the certificate cannot be read and are left out");
+        }
+        String::new()
+    });
     text.split_whitespace().map(ToOwned::to_owned).collect()
 }
 
@@ -41,7 +48,7 @@ pub(super) fn names(bind: SocketAddr, hostnames: &[String]) -> Vec<String> {
     }
     let ip = bind.ip().to_canonical();
     if ip.is_unspecified() {
-        names.extend(interfaces().iter().map(ToString::to_string));
+        names.extend(local_addresses().iter().map(ToString::to_string));
     } else {
         names.insert(ip.to_string());
     }
@@ -59,9 +66,9 @@ fn host_name() -> Option<String> {
     std::env::var("COMPUTERNAME").ok()
 }
 
-/// Addresses of this machine that other machines can use.
+/// All addresses of this machine, loopback too, except link-local ones.
 #[cfg(unix)]
-fn interfaces() -> Vec<IpAddr> {
+fn local_addresses() -> Vec<IpAddr> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else {
         return Vec::new();
     };
@@ -76,7 +83,7 @@ fn interfaces() -> Vec<IpAddr> {
 }
 
 #[cfg(not(unix))]
-fn interfaces() -> Vec<IpAddr> {
+fn local_addresses() -> Vec<IpAddr> {
     Vec::new()
 }
 

@@ -11,25 +11,25 @@ const COMMA: &str = ",";
 pub struct TagRules {
     /// As sd-scripts reads captions: of a file's lines the first, without spaces at its ends (with `wildcards` every line that is not
     /// blank); the text between tags stays as it is, unless tags are dropped or shuffled; then tags lose the spaces at their ends.
-    pub of_sd_scripts: bool,
-    /// Text before each caption, and a blank.
+    pub sd_scripts_captions: bool,
+    /// Text before each caption, followed by a space.
     pub prefix: Option<String>,
-    /// Text after each caption, and a blank before it.
+    /// Text after each caption, preceded by a space.
     pub suffix: Option<String>,
     /// One line of the caption is chosen, and one alternative of each `{a|b|c}`.
     pub wildcards: bool,
     /// The text between tags; `None`: a comma.
     pub separator: Option<String>,
     /// Probability to drop each tag.
-    pub dropout: f64,
-    /// Leading tags that are never dropped.
+    pub token_dropout_rate: f64,
+    /// Leading tags that are never dropped. Ignored in a caption that contains `keep_tokens_separator`.
     pub keep_tokens: usize,
     /// Shuffle the tags.
     pub shuffle: bool,
     /// The leading tags that are never dropped are not shuffled either.
-    pub kept_in_place: bool,
+    pub shuffle_keeps_tokens: bool,
     /// Tags before this text, and after it where it stands a second time, are neither dropped nor shuffled.
-    pub kept_separator: Option<String>,
+    pub keep_tokens_separator: Option<String>,
     /// In the result, this text becomes `separator`. It joins several tags to one, which is dropped and shuffled as one.
     pub secondary_separator: Option<String>,
 }
@@ -37,13 +37,15 @@ pub struct TagRules {
 impl TagRules {
     /// Whether some tags are not shuffled.
     pub(super) fn keeps_places(&self) -> bool {
-        self.kept_in_place || self.kept_separator.is_some()
+        self.shuffle_keeps_tokens || self.keep_tokens_separator.is_some()
     }
 
-    /// Whether the tags are shuffled again after the trigger words were added: as in ai-toolkit, unless some tags keep their places. What
-    /// goes beyond ai-toolkit asks for the order of sd-scripts, where only random triggers, which it does not have, are shuffled in.
+    /// Whether the tags are shuffled again after the trigger words were added. ai-toolkit shuffles again; sd-scripts does not. With
+    /// sd-scripts' captions or separators we shuffle again only if random triggers were added, which sd-scripts does not have. If some tags
+    /// keep their places we never do.
     pub(super) fn shuffles_again(&self, has_random_triggers: bool) -> bool {
-        let is_of_ai_toolkit = !self.of_sd_scripts && self.separator.is_none() && self.secondary_separator.is_none();
+        let is_of_ai_toolkit =
+            !self.sd_scripts_captions && self.separator.is_none() && self.secondary_separator.is_none();
         self.shuffle && !self.keeps_places() && (is_of_ai_toolkit || has_random_triggers)
     }
 
@@ -53,7 +55,7 @@ impl TagRules {
 
     /// Whether tags are dropped or shuffled.
     fn changes_tags(&self) -> bool {
-        self.shuffle || self.dropout > 0.0
+        self.shuffle || self.token_dropout_rate > 0.0
     }
 }
 
@@ -63,7 +65,7 @@ impl TagRules {
 /// each wildcard `randint(0, alternatives)`; dropout `rand(1)` per tag that can be dropped; shuffling `randperm(tags)` of the tags
 /// that are shuffled.
 pub(super) fn change_tags(raw: &str, rules: &TagRules, generator: &mut TorchGenerator) -> String {
-    let mut caption = match rules.of_sd_scripts {
+    let mut caption = match rules.sd_scripts_captions {
         true => lines_of_sd_scripts(raw, rules.wildcards),
         false => raw.to_owned(),
     };
@@ -75,10 +77,10 @@ pub(super) fn change_tags(raw: &str, rules: &TagRules, generator: &mut TorchGene
     }
     if rules.wildcards {
         caption = choose_alternatives(choose_line(&caption, generator), generator);
-    } else if rules.of_sd_scripts {
+    } else if rules.sd_scripts_captions {
         caption = first_line(&caption).to_owned();
     }
-    if rules.changes_tags() || !rules.of_sd_scripts {
+    if rules.changes_tags() || !rules.sd_scripts_captions {
         caption = split_tags(&caption, rules).joined(rules, generator);
     }
     match &rules.secondary_separator {
@@ -111,9 +113,9 @@ struct Tags<'a> {
 
 fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
     let separator = rules.separator();
-    let kept_separator = rules.kept_separator.as_deref().filter(|_| rules.changes_tags());
-    if let Some((first, rest)) = kept_separator.and_then(|kept| caption.split_once(kept)) {
-        let parts = kept_separator.and_then(|kept| rest.split_once(kept));
+    let keep_separator = rules.keep_tokens_separator.as_deref().filter(|_| rules.changes_tags());
+    if let Some((first, rest)) = keep_separator.and_then(|kept| caption.split_once(kept)) {
+        let parts = keep_separator.and_then(|kept| rest.split_once(kept));
         let (free, last) = parts.unwrap_or((rest, ""));
         let trimmed = |part: &'a str| {
             let tags = part.split(separator).map(str::trim);
@@ -126,9 +128,9 @@ fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
             last: trimmed(last),
         };
     }
-    if rules.changes_tags() && (rules.kept_in_place || rules.of_sd_scripts) {
+    if rules.changes_tags() && (rules.shuffle_keeps_tokens || rules.sd_scripts_captions) {
         let mut tags: Vec<&str> = caption.trim().split(separator).map(str::trim).collect();
-        if rules.kept_in_place {
+        if rules.shuffle_keeps_tokens {
             let free = tags.split_off(rules.keep_tokens.min(tags.len()));
             return Tags {
                 first: tags,
@@ -154,17 +156,18 @@ fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
 
 impl Tags<'_> {
     fn joined(mut self, rules: &TagRules, generator: &mut TorchGenerator) -> String {
-        if rules.dropout > 0.0 {
+        if rules.token_dropout_rate > 0.0 {
             let mut index = 0;
             self.free.retain(|_| {
                 index += 1;
-                index <= self.never_dropped || f64::from(generator.rand(1)[0]) >= rules.dropout
+                index <= self.never_dropped || f64::from(generator.rand(1)[0]) >= rules.token_dropout_rate
             });
         }
         if rules.shuffle {
             self.free = shuffle(&self.free, generator);
         }
-        // Without a rule that keeps the places of tags they are not trimmed, so `a, b` becomes `a,  b`, as in ai-toolkit.
+        // ai-toolkit and sd-scripts join with a comma and a space, sd-scripts with any separator. Tags are trimmed only where some keep their
+        // places or captions are sd-scripts'; otherwise `a, b` becomes `a,  b`, as in ai-toolkit.
         let all = [self.first, self.free, self.last].concat();
         all.join(", ")
     }
@@ -196,7 +199,7 @@ fn choose_line<'a>(caption: &'a str, generator: &mut TorchGenerator) -> &'a str 
     }
 }
 
-/// A brace that is text: characters that are in no text.
+/// Stand-ins for escaped braces: Unicode noncharacters, which a caption is not expected to contain.
 const OPEN: &str = "\u{FFFE}";
 const CLOSE: &str = "\u{FFFF}";
 

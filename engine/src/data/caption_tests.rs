@@ -23,29 +23,29 @@ fn tags_are_kept_as_in_sd_scripts() {
     // With a dropout of 1 only the tags stay that keep their places.
     assert_eq!(
         tags("sks, girl ,hat, dress", &|r| {
-            (r.dropout, r.keep_tokens, r.kept_in_place) = (1.0, 2, true);
+            (r.token_dropout_rate, r.keep_tokens, r.shuffle_keeps_tokens) = (1.0, 2, true);
         }),
         "sks, girl"
     );
     assert_eq!(
         tags("sks , girl||| hat, dress|||best,  , new", &|r| {
-            (r.dropout, r.kept_separator) = (1.0, text("|||"));
+            (r.token_dropout_rate, r.keep_tokens_separator) = (1.0, text("|||"));
         }),
         "sks, girl, best, new"
     );
     // Without a rule that changes tags, the separator stays.
-    assert_eq!(tags("a|||b", &|r| r.kept_separator = text("|||")), "a|||b");
+    assert_eq!(tags("a|||b", &|r| r.keep_tokens_separator = text("|||")), "a|||b");
     // A caption without it follows `kept`.
     assert_eq!(
         tags("a, b, c", &|r| {
-            (r.dropout, r.keep_tokens, r.kept_in_place) = (1.0, 1, true);
-            r.kept_separator = text("|||");
+            (r.token_dropout_rate, r.keep_tokens, r.shuffle_keeps_tokens) = (1.0, 1, true);
+            r.keep_tokens_separator = text("|||");
         }),
         "a"
     );
     assert_eq!(
         tags("a;;b, c", &|r| {
-            (r.dropout, r.keep_tokens, r.kept_in_place) = (1.0, 1, true);
+            (r.token_dropout_rate, r.keep_tokens, r.shuffle_keeps_tokens) = (1.0, 1, true);
             r.secondary_separator = text(";;");
         }),
         "a,b"
@@ -53,7 +53,7 @@ fn tags_are_kept_as_in_sd_scripts() {
     assert_eq!(
         tags("b. c", &|r| {
             (r.separator, r.prefix, r.suffix) = (text("."), text("a."), text(".d"));
-            (r.dropout, r.keep_tokens, r.kept_in_place) = (0.001, 9, true);
+            (r.token_dropout_rate, r.keep_tokens, r.shuffle_keeps_tokens) = (0.001, 9, true);
         }),
         "a, b, c, d"
     );
@@ -74,7 +74,7 @@ fn tags_are_kept_as_in_sd_scripts() {
 fn captions_of_sd_scripts_change_no_more_than_there() {
     let tags = |raw: &str, change: &dyn Fn(&mut TagRules)| {
         let mut rules = rules();
-        rules.tags.of_sd_scripts = true;
+        rules.tags.sd_scripts_captions = true;
         change(&mut rules.tags);
         build(raw, &rules)
     };
@@ -82,8 +82,8 @@ fn captions_of_sd_scripts_change_no_more_than_there() {
     for raw in ["a,,b, ,c", "A circle. It is 0.5 cm. No", "x ||| y", ";;;", ""] {
         for separator in [None, text("."), text(" "), text("|"), text(";")] {
             let got = tags(raw, &|r| {
-                (r.separator, r.keep_tokens, r.kept_in_place) = (separator.clone(), 2, true);
-                r.kept_separator = text("|||");
+                (r.separator, r.keep_tokens, r.shuffle_keeps_tokens) = (separator.clone(), 2, true);
+                r.keep_tokens_separator = text("|||");
             });
             assert_eq!(got, raw, "{separator:?}");
         }
@@ -103,7 +103,7 @@ fn captions_of_sd_scripts_change_no_more_than_there() {
     let lines: std::collections::BTreeSet<String> = (0..40)
         .map(|seed| {
             let mut rules = rules();
-            (rules.tags.of_sd_scripts, rules.tags.wildcards) = (true, true);
+            (rules.tags.sd_scripts_captions, rules.tags.wildcards) = (true, true);
             build_caption(" a, b \n\n {c|d}\t\r\n", &rules, &mut TorchGenerator::manual_seed(seed))
         })
         .collect();
@@ -111,11 +111,11 @@ fn captions_of_sd_scripts_change_no_more_than_there() {
     // Tags lose their blanks when others are dropped, and empty ones stay.
     assert_eq!(
         tags(" a ,, b , c ", &|r| {
-            (r.dropout, r.keep_tokens, r.kept_in_place) = (1e-9, 1, true);
+            (r.token_dropout_rate, r.keep_tokens, r.shuffle_keeps_tokens) = (1e-9, 1, true);
         }),
         "a, , b, c"
     );
-    assert_eq!(tags(" a ,, b , c ", &|r| r.dropout = 1e-9), "a, , b, c");
+    assert_eq!(tags(" a ,, b , c ", &|r| r.token_dropout_rate = 1e-9), "a, , b, c");
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn some_tags_are_shuffled_and_every_alternative_is_chosen() {
         tags: TagRules {
             shuffle: true,
             keep_tokens: 1,
-            kept_in_place: true,
+            shuffle_keeps_tokens: true,
             wildcards: true,
             ..TagRules::default()
         },
@@ -180,7 +180,7 @@ fn captions_are_changed_in_ai_toolkits_order() {
     );
     let tokens = CaptionRules {
         tags: TagRules {
-            dropout: 1.0,
+            token_dropout_rate: 1.0,
             keep_tokens: 2,
             ..TagRules::default()
         },
@@ -240,8 +240,8 @@ fn a_trigger_word_is_shuffled_with_the_tags() {
     // The word and the tag after it are one tag, of three.
     assert!((5..45).contains(&shuffled), "{shuffled} of 60");
     // sd-scripts has no trigger word, and its orders stay.
-    assert_eq!(first(&|tags| tags.of_sd_scripts = true), 60);
-    assert_eq!(first(&|tags| tags.kept_in_place = true), 60);
+    assert_eq!(first(&|tags| tags.sd_scripts_captions = true), 60);
+    assert_eq!(first(&|tags| tags.shuffle_keeps_tokens = true), 60);
     assert_eq!(first(&|tags| tags.secondary_separator = Some(";".into())), 60);
 }
 

@@ -1,4 +1,4 @@
-//! Control images beside the fixture of `tests/reference/make_train_kontext.py`, and which file belongs to which image.
+//! Control images compared with the fixture of `tests/reference/make_train_kontext.py`, and which file belongs to which image.
 
 use super::*;
 use crate::testing::{fixtures, gap};
@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 const BACKGROUND: [u8; 3] = [200, 30, 90];
+/// The sides of buckets are multiples of this.
 const UNIT: u32 = 16;
 
 fn options(root: &Path, folders: &[&str]) -> DatasetOptions {
@@ -288,7 +289,7 @@ fn a_folder_of_control_images_in_the_data_set_gives_a_warning() {
 
 #[cfg(unix)]
 #[test]
-fn control_images_of_a_sent_job_lie_in_their_folder() {
+fn control_images_of_a_submitted_job_may_not_be_links_out_of_their_folder() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
     save(&root.join("data/a.png"), (32, 32), 1);
@@ -352,7 +353,7 @@ fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
     ] {
         assert_ne!(other, base);
     }
-    // The latent's file says what it is of.
+    // The metadata of the latent's file are the fields of its key.
     let cache = LatentCache::new("vae", 16, 8);
     let key = item.control_key(&control, "flux1");
     let latent = Tensor::zeros((16, 4, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
@@ -475,11 +476,11 @@ fn control_images_from_the_same_folder_are_each_other_image_equally_often() {
     std::fs::copy(dir.path().join("data/a.png"), alone.join("a.png")).unwrap();
     let mut options = options(dir.path(), &["controls"]);
     options.controls = None;
-    let drawn = AugmentedControlOptions {
+    let drawn = SameFolderControlOptions {
         background: BACKGROUND,
         full_size: true,
     };
-    options.augmented_controls = Some(drawn);
+    options.same_folder_controls = Some(drawn);
     (options.repeats, options.flip_x) = (3, true);
     let (dataset, _) = open(options);
     assert_eq!(dataset.items.len(), 6 * 3 * 2);

@@ -1,11 +1,11 @@
 //! The options of a data set.
 
 use super::augment::Augmentations;
-use super::augmented_control::AugmentedControlOptions;
 use super::caption::CaptionRules;
 use super::controls::{ControlOptions, ControlRole};
 use super::image_statistics::ImageStatistics;
 use super::masks::MaskOptions;
+use super::same_folder_control::SameFolderControlOptions;
 use crate::error::{EngineError, Result};
 use aitk_common::job::dataset::GuidanceType;
 use std::path::PathBuf;
@@ -62,7 +62,7 @@ pub struct DatasetOptions {
     /// The loss of an image and the control image that is its pair. `None`: the usual loss.
     pub guidance: Option<GuidanceType>,
     /// Control images that are other images of the data set, drawn each time. `None`: those of `controls`.
-    pub augmented_controls: Option<AugmentedControlOptions>,
+    pub same_folder_controls: Option<SameFolderControlOptions>,
     /// Each file has two images side by side: the right half is the image, the left half its control image.
     pub side_by_side: bool,
     /// LoRA strength for the items of this data set.
@@ -111,7 +111,7 @@ impl Default for DatasetOptions {
             masks: None,
             controls: None,
             guidance: None,
-            augmented_controls: None,
+            same_folder_controls: None,
             side_by_side: false,
             network_weight: 1.0,
             loss_multiplier: 1.0,

@@ -47,7 +47,8 @@ pub struct ControlKey {
 }
 
 impl LatentKey {
-    /// The fields that ai-toolkit hashes, and those of a control image, whose latents ai-toolkit does not cache.
+    /// All fields but content and VAE. `standardize_images`, `clamped`, `half` and those of a control image are ours only; the others
+    /// are hashed by ai-toolkit too.
     fn fields(&self) -> Map<String, Value> {
         let mut map = Map::new();
         map.insert("filename".into(), self.filename.clone().into());

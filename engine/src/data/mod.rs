@@ -4,7 +4,6 @@
 
 mod allowed_paths;
 mod augment;
-mod augmented_control;
 mod batches;
 mod bucket;
 mod cache_file;
@@ -25,6 +24,7 @@ mod masks;
 mod pixels;
 mod prepared_image;
 mod report;
+mod same_folder_control;
 mod sizes;
 mod text_cache;
 pub mod tokens;
@@ -32,7 +32,6 @@ mod training_image;
 
 pub use allowed_paths::AllowedPaths;
 pub use augment::{Augmentations, AugmentedImage, BuiltInAugmentation, SpatialChange};
-pub use augmented_control::AugmentedControlOptions;
 pub use batches::{Batch, batches, epoch_order};
 pub use bucket::{BucketPlan, plan_bucket, plan_fixed};
 pub use caption::{CaptionRules, build_caption, dropped_caption, drops_caption, read_caption};
@@ -49,6 +48,7 @@ pub use masks::{MaskOptions, load_mask};
 pub use pixels::load_pixels;
 pub use prepared_image::PreparedImage;
 pub use report::{Bucket, DatasetContents, DatasetReport, Files};
+pub use same_folder_control::SameFolderControlOptions;
 pub use sizes::SizeCache;
 pub use text_cache::{TextCache, TextKey};
 pub use training_image::{Control, Mask, TrainingImage};

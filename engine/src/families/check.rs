@@ -18,7 +18,7 @@ pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
     if path.is_dir() && !path.join("model_index.json").is_file() && !has_transformer {
         return Err(EngineError::model_config(
             path,
-            "not a diffusers model folder: it has no model_index.json (for a single-file checkpoint, give the path of the file)",
+            "not a diffusers model folder: it has no model_index.json (for a single-file model, give the path of the file)",
         ));
     }
     Ok(())

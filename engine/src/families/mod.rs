@@ -81,7 +81,7 @@ pub fn find(arch: ArchName) -> Result<&'static dyn Family> {
     })
 }
 
-/// Loads a model of this family from a diffusers folder or a single-file checkpoint.
+/// Loads a model of this family from a diffusers folder or a single-file model.
 ///
 /// # Errors
 /// When `path` is neither, is a model of another family, or its tensors do not match its config.

@@ -93,7 +93,7 @@ pub struct LoadOptions {
     pub dtype: DType,
     /// The device.
     pub device: Device,
-    /// For a single-file checkpoint: a diffusers folder with the configs and the tokenizers. Without it, the configs are
+    /// For a single-file model: a diffusers folder with the configs and the tokenizers. Without it, the configs are
     /// those of the family, and the tokenizers are those of `tokenizer` folders beside the file, else the family's.
     pub config_folder: Option<PathBuf>,
     /// Where parts come from that the model's own file or folder does not have, for families that support it.

@@ -476,10 +476,10 @@ mod replay_tests;
 mod request_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod resume_tests;
+mod resume_exactness;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod resumption_test;
+mod resume_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;

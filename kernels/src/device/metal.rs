@@ -35,6 +35,7 @@ pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
             kind: DeviceKind::Metal,
             index,
         },
+        // The worker fills in the chip's name.
         name: String::new(),
         architecture,
         memory_total: usable,

@@ -23,9 +23,10 @@ use half::{bf16, f16};
 
 /// The words of the state of a Mersenne Twister (MT19937).
 const N: usize = 624;
-/// How far apart the words are that a new word of the state is made from.
+/// The offset of the word that is mixed into a new one (`m` of MT19937).
 const M: usize = 397;
-/// The bytes of a state of `torch.Generator("cpu")`.
+/// The bytes of a state of `torch.Generator("cpu")`, all little-endian: seed u64, `left` i32, 1 (seeded) i32, `next` u64, 624 words as u64,
+/// three f64 of which the second is `next_normal`, whether there is one as i32, and zeros.
 const STATE_BYTES: usize = 5056;
 
 /// The error of [`TorchGenerator::from_state`]: the bytes are not a generator state.
@@ -51,6 +52,7 @@ pub struct TorchGenerator {
     state: Box<[u32; N]>,
     /// The number of unused words in `state`, plus one, as in torch.
     left: usize,
+    /// The index of the next unused word in `state`.
     next: usize,
     /// The second half of the last Box-Muller pair in f64.
     next_normal: Option<f64>,
@@ -317,9 +319,9 @@ impl TorchGenerator {
             *word =
                 u32::try_from(word64(24 + 8 * i)).map_err(|_| BadState(format!("word {i} is wider than 32 bits")))?;
         }
-        let after = 24 + 8 * N;
-        let valid = word64(after + 24) & 0xffff_ffff != 0;
-        let next_normal = valid.then(|| f64::from_bits(word64(after + 8)));
+        let normals_at = 24 + 8 * N;
+        let has_normal = word64(normals_at + 24) & 0xffff_ffff != 0;
+        let next_normal = has_normal.then(|| f64::from_bits(word64(normals_at + 8)));
         Ok(Self {
             seed: word64(0),
             state,

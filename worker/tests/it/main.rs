@@ -13,6 +13,7 @@ mod program;
 mod runner;
 #[cfg(target_os = "linux")]
 mod sandboxed;
+mod service_files;
 mod session;
 #[allow(unreachable_pub, reason = "other tests share this file")]
 #[path = "../../../tests/src/skip.rs"]
@@ -20,4 +21,3 @@ mod skip;
 mod support;
 mod tokens;
 mod traces;
-mod units;

@@ -34,7 +34,12 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 
     let checkpoint = cluster.checkpoint(5);
     let text = script(&[
-        r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '^  "seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
+        // Where the input is, from the attempt's specification.
+        r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); "#,
+        r#"cat "$where/a.txt"; echo; "#,
+        r#"echo "seed $(grep -c '^  "seed"' "$2")"; "#,
+        r#"printf x > "$TMPDIR/scratch"; "#,
+        r#"case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
         "\n",
         &emit(json!({"event": "phase", "name": "training"})),
         &emit(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": 0.5})),
@@ -90,7 +95,7 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 async fn an_attempt_continues_while_the_coordinator_is_away() {
     let mut cluster = TestCluster::start().await;
     let checkpoint = cluster.checkpoint(7);
-    let (away, finished_marker) = (cluster.path("away"), cluster.path("seen"));
+    let (away, finished_marker) = (cluster.path("away"), cluster.path("finished"));
     let text = script(&[
         &emit(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         &wait_for(&away),
@@ -313,7 +318,7 @@ async fn a_hung_child_is_reported_stopped_and_retried() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_attempt_is_fenced_and_its_child_killed() {
+async fn an_attempt_that_the_coordinator_does_not_know_is_fenced() {
     let mut cluster = TestCluster::start().await;
     let pid = cluster.path("pid");
     let text = script(&[
@@ -424,12 +429,12 @@ async fn another_protocol_version_is_a_refusal() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_worker_keeps_its_id() {
     let cluster = TestCluster::start().await;
-    let id = |worker: &aitk_worker::WorkerHandle| worker.status().borrow().clone();
+    let status_of = |worker: &aitk_worker::WorkerHandle| worker.status().borrow().clone();
     let first = cluster.worker("w", "true").await;
-    let before = id(&first);
+    let before = status_of(&first);
     first.shutdown().await;
     let second = cluster.worker("w", "true").await;
-    assert_eq!(before, id(&second));
+    assert_eq!(before, status_of(&second));
     second.shutdown().await;
 }
 
@@ -464,7 +469,7 @@ async fn the_uploaded_checkpoint_equals_the_original() {
 }
 
 /// Creates a worker's token. Returns it with its id.
-async fn worker_token(cluster: &TestCluster) -> (String, String) {
+async fn create_worker_token(cluster: &TestCluster) -> (String, String) {
     let request = v1::CreateTokenRequest {
         name: "box".into(),
         role: "worker".into(),
@@ -523,7 +528,7 @@ async fn a_refused_worker_keeps_checkpoints_and_sends_them_when_it_is_accepted_a
         &format!("touch '{}'\n", stopped.display()),
         &emit_finished("stopped"),
     ]);
-    let (secret, id) = worker_token(&cluster).await;
+    let (secret, id) = create_worker_token(&cluster).await;
     let token_file = cluster.path("token");
     write_token(&token_file, &secret);
     let mut config = cluster.config("w", &text);
@@ -553,7 +558,7 @@ async fn a_refused_worker_keeps_checkpoints_and_sends_them_when_it_is_accepted_a
     assert_eq!((view.checkpoint_step, view.attempts.len()), (None, 1), "{view:#?}");
     eventually("the child is not asked to stop", || stopped.exists()).await;
 
-    let (secret, _) = worker_token(&cluster).await;
+    let (secret, _) = create_worker_token(&cluster).await;
     write_token(&token_file, &secret);
     let view = cluster.wait_for_state(&job, JobState::Completed).await;
     assert_eq!(view.checkpoint_step, Some(7), "{view:#?}");

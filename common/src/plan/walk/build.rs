@@ -508,7 +508,7 @@ impl Builder {
         self.norm_difference(name, channels, true);
         Norm {
             index: self.index(),
-            trained: channels * trained.into_iter().map(f64::from).sum::<f64>(),
+            trained_elements: channels * trained.into_iter().map(f64::from).sum::<f64>(),
             centres: true,
         }
     }
@@ -519,7 +519,7 @@ impl Builder {
         self.norm_difference(name, channels, false);
         Norm {
             index: self.index(),
-            trained: channels * f64::from(is_trained),
+            trained_elements: channels * f64::from(is_trained),
             centres: false,
         }
     }

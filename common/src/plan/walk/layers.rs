@@ -343,7 +343,7 @@ impl Walk {
         if !self.backend.is_cpu() {
             return self.norm_of_tensors(&x, norm, activation);
         }
-        let tracked = self.is_recording() && (x.tracked || norm.trained > 0.0);
+        let tracked = self.is_recording() && (x.tracked || norm.trained_elements > 0.0);
         let y = self.tensor(x.dims, tracked);
         if tracked {
             let saved = x.clone();
@@ -353,8 +353,8 @@ impl Walk {
                 if saved.tracked {
                     gradients.push((saved.id, dx));
                 }
-                if norm.trained > 0.0 {
-                    gradients.push((norm.trained_id(), walk.floats(norm.trained)));
+                if norm.trained_elements > 0.0 {
+                    gradients.push((norm.trained_id(), walk.floats(norm.trained_elements)));
                 }
                 // The whole tensor is captured: it stays in memory until here.
                 drop((saved, gradient));

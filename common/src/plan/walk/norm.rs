@@ -8,7 +8,7 @@ pub(super) struct Norm {
     /// The position in the model; it names the trained tensors.
     pub(super) index: u64,
     /// Elements of its weight and bias, as far as they are trained.
-    pub(super) trained: f64,
+    pub(super) trained_elements: f64,
     /// Whether the mean of a row is subtracted first, and a bias added: all but RMS norms.
     pub(super) centres: bool,
 }
@@ -17,7 +17,7 @@ impl Norm {
     /// A layer norm without weight and bias.
     pub(super) const PLAIN: Self = Self {
         index: 0,
-        trained: 0.0,
+        trained_elements: 0.0,
         centres: true,
     };
 

@@ -301,10 +301,15 @@ fn retries(retries: u32) -> Requirements {
     }
 }
 
+/// An ordinary job: it does not yield, and is retried three times.
+fn ordinary() -> Requirements {
+    retries(3)
+}
+
 fn of(owner: &str) -> Requirements {
     Requirements {
         owner: UserName::new(owner),
-        ..retries(3)
+        ..ordinary()
     }
 }
 

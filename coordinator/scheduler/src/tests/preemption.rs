@@ -2,8 +2,8 @@
 
 use super::*;
 
-fn prior(priority: i64) -> Requirements {
-    Requirements { priority, ..retries(3) }
+fn with_priority(priority: i64) -> Requirements {
+    Requirements { priority, ..ordinary() }
 }
 
 #[test]
@@ -13,8 +13,11 @@ fn a_yielding_job_is_preempted_and_resumes_by_itself() {
     world.submit("train", yielding());
     world.heartbeat(session, &[held("train", 1)]);
     world.submit("other", yielding());
-    assert!(!world.is_asked_to_save("train", 1), "it does not give way to its like");
-    world.submit("low", prior(-1));
+    assert!(
+        !world.is_asked_to_save("train", 1),
+        "it does not give way to another yielding job"
+    );
+    world.submit("low", with_priority(-1));
     assert!(!world.is_asked_to_save("train", 1), "nor to less urgent ones");
     world.submit("gen", retries(0));
     assert!(world.is_asked_to_save("train", 1));
@@ -42,7 +45,7 @@ fn a_yielding_job_is_preempted_and_resumes_by_itself() {
     assert_eq!(
         world.running(),
         ["train"],
-        "before its like, which came later, and before the less urgent"
+        "before the yielding job that came later, and before the less urgent"
     );
     let resume = world.last.iter().find_map(|effect| match effect {
         Effect::Assign(_, placed) => placed.resume,
@@ -115,7 +118,7 @@ fn no_more_jobs_are_preempted_than_needed() {
     assert_eq!(world.running(), ["g1", "t1", "t2"]);
 }
 
-/// Before, a job was also preempted for each waiting job that its user's quota keeps from starting.
+/// A job is not preempted for a waiting job that its user's quota keeps from starting.
 #[test]
 fn no_jobs_are_preempted_for_those_above_a_quota() {
     let mut world = World::new();

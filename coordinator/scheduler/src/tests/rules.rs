@@ -98,7 +98,7 @@ fn priority_comes_before_fair_share_and_quotas_hold() {
     let session = world.gpus("w1", 2);
     assert_eq!(world.running(), ["a0", "b0"]);
     assert!(
-        world.reason("a1").contains("user ada may hold 1 devices at once"),
+        world.reason("a1").contains("user ada may hold 1 device at once"),
         "{}",
         world.reason("a1")
     );

@@ -1,4 +1,4 @@
-//! Loads a Stable Diffusion model from a diffusers folder or a single-file checkpoint.
+//! Loads a Stable Diffusion model from a diffusers folder or a single-file model.
 
 use super::ldm;
 use super::save::{PREDICTION_TYPE, ZERO_SNR};
@@ -26,7 +26,7 @@ use std::sync::Arc;
 const UNET_EXCLUDED: [&str; 4] = ["conv_in", "conv_out", "time_embedding.*", "add_embedding.*"];
 
 impl SdModel {
-    /// Loads a diffusers folder or a single-file checkpoint of this family.
+    /// Loads a diffusers folder or a single-file model of this family.
     ///
     /// # Errors
     /// When a file is missing, or tensors do not match the configs.
@@ -150,7 +150,7 @@ struct OpenParts {
     components: Vec<Index>,
 }
 
-/// Opens the components of a diffusers folder or a single-file checkpoint.
+/// Opens the components of a diffusers folder or a single-file model.
 fn open_parts(variant: &'static Variant, path: &Path, options: &LoadOptions) -> Result<(ConfigFiles, OpenParts)> {
     match path.is_dir() {
         true => open_folder(variant, path),
@@ -181,7 +181,7 @@ fn open_folder(variant: &'static Variant, folder: &Path) -> Result<(ConfigFiles,
     ))
 }
 
-/// Opens the components of a single-file checkpoint.
+/// Opens the components of a single-file model.
 fn open_checkpoint(variant: &'static Variant, file: &Path, options: &LoadOptions) -> Result<(ConfigFiles, OpenParts)> {
     let index = Index::open(file)?;
     let (configs, mut files) = match &options.config_folder {
@@ -391,7 +391,7 @@ fn read_marks(index: &Index, scheduler: &mut Value) -> std::result::Result<(), S
     Ok(())
 }
 
-/// The folder of a tokenizer for a single-file checkpoint: in the config folder, or beside the file.
+/// The folder of a tokenizer for a single-file model: in the config folder, or beside the file.
 fn tokenizer_folder(file: &Path, spec: &TextEncoderSpec, options: &LoadOptions) -> Option<PathBuf> {
     let parent = file.parent().unwrap_or(Path::new("."));
     let parents = [options.config_folder.as_deref(), Some(parent)];

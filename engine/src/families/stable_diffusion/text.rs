@@ -11,7 +11,7 @@ use crate::families::part::Part;
 use candle_core::{D, Device, Tensor};
 use std::path::Path;
 
-/// The names in the conditioning: the encoded text and the pooled text.
+/// The names in the conditioning: the encoded text (`encoder_hidden_states` of diffusers) and the pooled text (`text_embeds`).
 pub(super) const CONTEXT: &str = "context";
 pub(super) const POOLED: &str = "pooled";
 
@@ -40,6 +40,7 @@ pub(super) fn encode(
             TextOutput::PenultimateAndPooled => {
                 let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids, false)?;
                 contexts.push(join_chunks(&context, chunks)?);
+                // SDXL: of the last encoder that has one.
                 pooled = of_encoder
                     .map(|pooled| of_first_chunk(&pooled, chunks))
                     .transpose()?
@@ -150,7 +151,7 @@ impl TextEncoders for SdTextEncoders {
     }
 }
 
-/// Loads the text encoders of a diffusers folder or a single-file checkpoint alone.
+/// Loads the text encoders of a diffusers folder or a single-file model alone.
 ///
 /// # Errors
 /// When a file is missing, or tensors do not match the configs.

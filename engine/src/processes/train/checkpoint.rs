@@ -82,7 +82,7 @@ impl Run<'_> {
             if let Some(guidance) = options.guidance {
                 data.update(format!("guidance {guidance}\n"));
             }
-            if let Some(controls) = &options.augmented_controls {
+            if let Some(controls) = &options.same_folder_controls {
                 data.update(controls.identity() + "\n");
             }
             if let Some(statistics) = &options.normalization {

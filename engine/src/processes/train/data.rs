@@ -178,7 +178,7 @@ impl TrainingData {
         let set = &self.datasets[dataset];
         let mut rules = set.options.captions.clone();
         rules.caption_dropout = 0.0;
-        rules.tags.dropout = 0.0;
+        rules.tags.token_dropout_rate = 0.0;
         let mut generator = generator_for(self.seed, "caption", dataset as u64, item as u64);
         build_caption(&set.items[item].caption, &rules, &mut generator)
     }
@@ -215,7 +215,7 @@ impl TrainingData {
         let dataset = &self.datasets[batch.dataset];
         let mut rules = dataset.options.captions.clone();
         rules.caption_dropout = 0.0;
-        rules.tags.dropout = 0.0;
+        rules.tags.token_dropout_rate = 0.0;
         if !saturates {
             rules.saturation = 0.0;
         }
@@ -383,7 +383,7 @@ impl TrainingData {
         (step, micro): BatchNumber,
     ) -> Option<Cow<'i, Control>> {
         let dataset = &self.datasets[batch.dataset];
-        match dataset.options.augmented_controls {
+        match dataset.options.same_folder_controls {
             Some(controls) => {
                 let mut generator = generator_for(self.seed, &format!("control/{place}"), step, micro);
                 Some(Cow::Owned(controls.draw(&dataset.items, item, &mut generator)))

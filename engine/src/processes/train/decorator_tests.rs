@@ -1,6 +1,6 @@
 //! Whole trainings of a decorator of FLUX.1: files, resuming, samples, and configs that do not fit.
 
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, spec};
 use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::testing::{fixtures, gap};

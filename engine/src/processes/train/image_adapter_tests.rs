@@ -1,6 +1,6 @@
 //! Whole trainings of T2I-Adapters and ControlNets: files, resuming, samples, predicted memory, and configs that do not fit.
 
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, stop_at, trainer};
 use super::transformer_test_runs::{complete, equal, tensors};
 use crate::testing::{fixtures, gap};

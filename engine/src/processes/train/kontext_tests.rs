@@ -1,7 +1,7 @@
 //! Whole trainings of FLUX.1 Kontext: control images, their cached latents, resuming, samples, and inputs that cannot be used.
 
 use super::preview;
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, stop_at};
 use super::transformer_test_runs::{complete, equal, flow_trainer, tensors};
 use crate::adapters::AdapterFile;

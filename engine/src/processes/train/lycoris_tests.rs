@@ -2,7 +2,7 @@
 //! that the planner counts.
 
 use super::adapter_options::{adapter_config, adapter_type};
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{AdapterFile, AdapterNetwork, LoraTensors};

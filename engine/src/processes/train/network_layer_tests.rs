@@ -1,7 +1,7 @@
 //! Which layers a network changes, and layers and norms that it trains whole.
 
 use super::full_tests::full;
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{run_spec, spec, trainer};
 use super::transformer_test_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{AdapterConfig, AdapterNetwork, load_lora};

@@ -6,8 +6,8 @@ use super::super::run_folder::SAMPLES;
 use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::data::{
-    Augmentations, AugmentedControlOptions, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole,
-    DatasetOptions, ImageStatistics, MaskOptions,
+    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, ImageStatistics,
+    MaskOptions, SameFolderControlOptions,
 };
 use crate::error::{EngineError, Result};
 use crate::families;
@@ -261,7 +261,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                     full_size: dataset.full_size_control_images,
                 }),
             },
-            augmented_controls: dataset.control_from_same_folder.then_some(AugmentedControlOptions {
+            same_folder_controls: dataset.control_from_same_folder.then_some(SameFolderControlOptions {
                 background: dataset.control_transparent_color.0,
                 full_size: dataset.full_size_control_images,
             }),

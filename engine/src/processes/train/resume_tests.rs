@@ -1,6 +1,6 @@
 //! Runs that are interrupted, killed or moved to another machine, and what they find in their folders.
 
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use super::transformer_test_runs::tensors;
 use crate::adapters::{AdapterFile, safetensors_bytes};

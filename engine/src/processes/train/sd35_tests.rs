@@ -1,7 +1,7 @@
 //! Whole jobs of Stable Diffusion 3.5 on the tiny model: a LoRA and a full fine-tune that resume exactly, samples while training.
 
 use super::super::save_files::files_in_save;
-use super::resumption_test::check_resumption;
+use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, spec};
 use super::transformer_test_runs::{complete, equal, flow_trainer, tensors};
 use crate::adapters::AdapterFile;

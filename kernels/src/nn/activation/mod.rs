@@ -1,4 +1,4 @@
-//! Activation functions and their derivatives: SiLU, GELU (exact and tanh), quick GELU; gated: GEGLU, SwiGLU.
+//! Activation functions and their derivatives: SiLU, GELU (without and with the tanh approximation), quick GELU; gated: GEGLU, SwiGLU.
 
 mod tensors;
 
@@ -14,9 +14,9 @@ use rayon::prelude::*;
 pub enum Activation {
     /// x * sigmoid(x); `silu`, `swish`.
     Silu,
-    /// x * Phi(x), exact; `gelu`.
+    /// x * Phi(x), without the tanh approximation; `gelu`, `gelu_python`.
     Gelu,
-    /// GELU with the tanh approximation; `gelu_new`, `gelu_pytorch_tanh`.
+    /// GELU with the tanh approximation; `gelu_new`, `gelu_fast`, `gelu_pytorch_tanh`.
     GeluTanh,
     /// x * sigmoid(1.702 x), as in CLIP; `quick_gelu`.
     QuickGelu,
@@ -102,8 +102,8 @@ fn sigmoid<S: Simd>(x: S::V) -> S::V {
 /// Twice the argument of tanh in GELU: (1 + tanh u) / 2 is the logistic function of 2 u.
 #[inline(always)]
 fn tanh_inner<S: Simd>(x: S::V) -> S::V {
-    let cube = S::mul_add(S::mul(x, x), S::splat(TANH_CUBE), S::splat(1.0));
-    S::mul(S::mul(x, S::splat(2.0 * TANH_SCALE)), cube)
+    let factor = S::mul_add(S::mul(x, x), S::splat(TANH_CUBE), S::splat(1.0));
+    S::mul(S::mul(x, S::splat(2.0 * TANH_SCALE)), factor)
 }
 
 /// The distribution function of the normal distribution, with a relative error of 1e-6 even far below zero. Uses the
@@ -141,7 +141,7 @@ pub fn silu(x: &Tensor) -> candle_core::Result<Tensor> {
     Activation::Silu.forward(x)
 }
 
-/// x * Phi(x), exact.
+/// x * Phi(x), without the tanh approximation.
 ///
 /// # Errors
 /// When an operation fails.
@@ -160,7 +160,7 @@ pub fn quick_gelu(x: &Tensor) -> candle_core::Result<Tensor> {
 /// x [.., 2 d] = (hidden, gate) -> hidden * gelu(gate) [.., d] (N. Shazeer, arXiv:2002.05202).
 ///
 /// # Errors
-/// When the last dimension is odd.
+/// When the last dimension is odd, or an operation fails.
 pub fn geglu(x: &Tensor) -> candle_core::Result<Tensor> {
     gated(x, Activation::Gelu)
 }
@@ -168,7 +168,7 @@ pub fn geglu(x: &Tensor) -> candle_core::Result<Tensor> {
 /// x [.., 2 d] = (hidden, gate) -> hidden * silu(gate) [.., d], the halves as in diffusers' `SwiGLU`.
 ///
 /// # Errors
-/// When the last dimension is odd.
+/// When the last dimension is odd, or an operation fails.
 pub fn swiglu(x: &Tensor) -> candle_core::Result<Tensor> {
     gated(x, Activation::Silu)
 }

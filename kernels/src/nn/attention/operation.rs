@@ -25,12 +25,12 @@ pub(super) struct AttentionOp {
 /// What the backward pass on slices reads besides the inputs.
 #[derive(Default)]
 pub(super) struct Saved {
-    /// The statistics of all queries, `[b, heads, n]`.
+    /// The statistics of all queries, `[b, heads, queries]`.
     statistics: OnceLock<Statistics<Vec<f32>>>,
     result: OnceLock<Tensor>,
 }
 
-/// Queries per task: a few panels of any instruction set.
+/// Queries per task: a few row blocks of the matrix kernel, with any instruction set.
 const QUERY_CHUNK: usize = 128;
 
 impl AttentionOp {
@@ -59,7 +59,7 @@ impl AttentionOp {
         }
     }
 
-    /// The sizes and parameters for the form on tensors.
+    /// The sizes and parameters for the tensor form.
     fn parameters(&self, shapes: [&Shape; 3]) -> candle_core::Result<Parameters<'_>> {
         Ok(Parameters {
             sizes: self.sizes(shapes)?,
@@ -216,7 +216,7 @@ impl Operation<3> for AttentionOp {
     }
 
     fn save_result(&self, result: &Tensor) {
-        // As for the statistics.
+        // Set already only if the same operation ran before, on the same inputs.
         let _ = self.saved.result.set(result.detach());
     }
 
@@ -241,6 +241,7 @@ impl Operation<3> for AttentionOp {
                 })
             })
         };
+        // Reading q, k, v, y and dy gives a result each, and the gradients are one.
         let [dq, dk, dv] = q.with(|q| k.with(|k| v.with(|v| gradients(q, k, v))))??????;
         let whole = |by_head: &[f32], length: usize, heads: usize, shape: &Shape| {
             Tensor::from_vec(merge_heads(by_head, length, heads, s.width), shape, &Device::Cpu).map(Some)

@@ -31,7 +31,7 @@ struct Chunk {
 }
 
 impl Parameters<'_> {
-    /// The queries of each chunk: as many as fit its bytes, and at least one.
+    /// The queries of each chunk: as many as fit into `chunk_bytes`, and at least one.
     fn chunks(&self) -> impl Iterator<Item = Chunk> {
         let s = self.sizes;
         let bytes_per_query = size_of::<f32>() * s.batch * s.heads * s.keys;
@@ -64,8 +64,8 @@ impl Parameters<'_> {
         swap_axes(&x, 0, s.kv_heads)?.reshape((s.batch, s.keys, s.kv_heads * s.width))
     }
 
-    /// The queries of a chunk, or the gradient of their results, of x [b, queries, heads * width] ->
-    /// [b * kv heads, query heads per key-value head * count, width].
+    /// The chunk's queries, or the gradient of its output: x [b, queries, heads * width] ->
+    /// [b * kv heads, heads per kv head * count, width].
     fn split_queries(&self, x: &Tensor, chunk: Chunk) -> Result<Tensor> {
         let s = self.sizes;
         let x = x.reshape((s.batch, s.queries, s.heads, s.width))?;
@@ -162,8 +162,8 @@ impl Parameters<'_> {
                     // The gradient of the scores: p * (dp - sum(p * dp)).
                     let probabilities = probabilities.to_dtype(sum_dtype(dtype))?;
                     let dp = matmul(&dy, &v.t()?)?.to_dtype(probabilities.dtype())?;
-                    let mean = (&dp * &probabilities)?.sum_keepdim(D::Minus1)?;
-                    (dp.broadcast_sub(&mean)? * probabilities)?.to_dtype(dtype)?
+                    let row_sum = (&dp * &probabilities)?.sum_keepdim(D::Minus1)?;
+                    (dp.broadcast_sub(&row_sum)? * probabilities)?.to_dtype(dtype)?
                 }
             };
             if needs_dk {
@@ -252,6 +252,7 @@ mod tests {
             assert_eq!(next, queries);
         }
     }
+
     #[test]
     fn the_result_and_the_gradients_do_not_depend_on_the_chunks() {
         let random = |seed: u64, shape: &[usize]| {

@@ -1,4 +1,6 @@
 //! Norms, as `kernels/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
+//!
+//! The walk allocates a tensor without data, and drops it where the engine drops its tensor: `drop(self.floats(n))` is a temporary.
 
 use super::super::meter::MetaTensor;
 use super::super::norm::Norm;
@@ -18,7 +20,7 @@ impl Walk {
         norm: Norm,
         activation: NormActivation,
     ) -> MetaTensor {
-        let tracked = self.is_recording() && (x.tracked || norm.trained > 0.0);
+        let tracked = self.is_recording() && (x.tracked || norm.trained_elements > 0.0);
         let y = match self.backend.has_cuda_kernels() {
             true => self.tensor(x.dims, tracked),
             false => MetaTensor {
@@ -31,13 +33,13 @@ impl Walk {
             self.record_step(&y, move |walk, gradient| {
                 let mut gradients = vec![];
                 // There is no kernel for the gradients of weight and bias.
-                if walk.backend.has_cuda_kernels() && norm.trained == 0.0 {
+                if walk.backend.has_cuda_kernels() && norm.trained_elements == 0.0 {
                     gradients.push((saved.id, walk.tensor(saved.dims, false)));
-                } else if let Some(dx) = walk.norm_gradient(&saved, norm, activation) {
+                } else if let Some(dx) = walk.norm_input_gradient(&saved, norm, activation) {
                     gradients.push((saved.id, walk.narrowed(dx, saved.dims, false)));
                 }
-                if norm.trained > 0.0 {
-                    gradients.push((norm.trained_id(), walk.floats(norm.trained)));
+                if norm.trained_elements > 0.0 {
+                    gradients.push((norm.trained_id(), walk.floats(norm.trained_elements)));
                 }
                 drop((saved, gradient));
                 gradients
@@ -77,8 +79,8 @@ impl Walk {
         sum
     }
 
-    /// The gradient of the input, in float32; `None` if it has none.
-    fn norm_gradient(&self, x: &MetaTensor, norm: Norm, activation: NormActivation) -> Option<MetaTensor> {
+    /// The gradient of the input, in float32; `None` if x is not tracked.
+    fn norm_input_gradient(&self, x: &MetaTensor, norm: Norm, activation: NormActivation) -> Option<MetaTensor> {
         let n = x.elements();
         let normalised = self.normalised(n, norm);
         let mut dy = self.widened(n);
@@ -89,7 +91,7 @@ impl Walk {
             drop((derivative, affine));
             dy = Some(product);
         }
-        if norm.trained > 0.0 {
+        if norm.trained_elements > 0.0 {
             drop(self.floats(n));
         }
         if !x.tracked {

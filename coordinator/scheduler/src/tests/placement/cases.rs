@@ -416,15 +416,7 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .running(large()),
         case(
-            "a large task does not share",
-            &["4090"],
-            lora("sdxl"),
-            "4090 full_gpu",
-            &[],
-        )
-        .setup(|_| {}),
-        case(
-            "two that are too large together",
+            "two that do not fit together",
             &["4090"],
             lora("flux"),
             "waits",
@@ -432,7 +424,7 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .running(lora("sd1")),
         case(
-            "a small one beside a large one",
+            "a small one does not start beside a large one",
             &["4090"],
             images("sd1"),
             "waits",
@@ -457,7 +449,7 @@ pub(super) fn mixed() -> Vec<Case> {
         .running(unknown()),
         case("a CPU is not shared", &["cpu"], lora("sd1"), "waits", &["busy"]).running(lora("sd1")),
         case(
-            "three small ones are enough",
+            "at most three share a card",
             &["4090"],
             images("sd1"),
             "waits",
@@ -560,7 +552,7 @@ pub(super) fn mixed() -> Vec<Case> {
             &["3060", "2080"],
             lora("sd1"),
             "waits",
-            &["user default may hold 1 devices"],
+            &["user default may hold 1 device at once"],
         )
         .running(full("sd1"))
         .setup(|setup| setup.quota = Some(1)),

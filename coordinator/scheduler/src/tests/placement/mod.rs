@@ -51,7 +51,7 @@ fn train(arch: &str, side: u32, dtype: &str, rank: u32) -> TestJob {
             "model": {"arch": arch, "quantize": false}, "network": {"linear": rank},
             "train": {"steps": 2000, "batch_size": 1, "dtype": dtype, "optimizer": "adamw8bit"},
             "datasets": [{"resolution": [side]}]}}}]}),
-        requirements: retries(3),
+        requirements: ordinary(),
     }
 }
 
@@ -67,7 +67,7 @@ fn images(arch: &str) -> TestJob {
         json: json!({"process": [{"kind": {"generate": {
             "model": {"arch": arch, "dtype": "float16"},
             "generate": {"width": side, "height": side, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a"]}}}}]}),
-        requirements: retries(3),
+        requirements: ordinary(),
     }
 }
 
@@ -89,7 +89,7 @@ fn large() -> TestJob {
 fn unknown() -> TestJob {
     TestJob {
         json: json!({}),
-        requirements: retries(3),
+        requirements: ordinary(),
     }
 }
 

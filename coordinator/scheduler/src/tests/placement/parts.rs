@@ -311,7 +311,7 @@ fn a_quota_counts_parts(bed: &mut TestBed) {
     bed.parts(4, 4);
     assert_eq!(bed.running(), "3060: j-0");
     assert!(
-        bed.reason("j-1").contains("may hold 1 devices"),
+        bed.reason("j-1").contains("may hold 1 device at once"),
         "{}",
         bed.reason("j-1")
     );

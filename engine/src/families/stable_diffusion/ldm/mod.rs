@@ -1,4 +1,4 @@
-//! Single-file checkpoints: conversion of tensor names between the layout of the original releases (LDM, and SGM for
+//! Single-file models: conversion of tensor names between the layout of the original releases (LDM, and SGM for
 //! SDXL) and diffusers.
 
 mod open_clip;

@@ -1,4 +1,4 @@
-//! The service files keep worker and coordinator apart, and the images can be built.
+//! The service files and the Dockerfile keep worker and coordinator apart, and the images can be built.
 
 use std::path::Path;
 
@@ -13,19 +13,21 @@ fn setting<'a>(unit: &'a str, name: &str) -> &'a str {
     line.unwrap_or_else(|| panic!("no {name} in {unit}"))
 }
 
+/// Two users or two folders, neither of which is inside of the other.
+fn assert_separate(one: &str, other: &str) {
+    assert_ne!(one, other);
+    assert!(
+        !Path::new(one).starts_with(other) && !Path::new(other).starts_with(one),
+        "{one} {other}"
+    );
+}
+
 #[test]
-fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
+fn services_of_worker_and_coordinator_have_neither_user_nor_folder_in_common() {
     let (worker, coordinator) = (
         read_deploy_file("systemd/aitk-worker.service"),
         read_deploy_file("systemd/aitk-coordinator.service"),
     );
-    let assert_separate = |one: &str, other_folder: &str| {
-        assert_ne!(one, other_folder);
-        assert!(
-            !Path::new(one).starts_with(other_folder) && !Path::new(other_folder).starts_with(one),
-            "{one} {other_folder}"
-        );
-    };
     assert_separate(setting(&worker, "User"), setting(&coordinator, "User"));
     let (worker_folder, coordinator_folder) = (
         setting(&worker, "ReadWritePaths"),
@@ -52,6 +54,11 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
             "{unit}"
         );
     }
+}
+
+#[test]
+fn the_workers_service_can_use_gpus_and_control_groups() {
+    let worker = read_deploy_file("systemd/aitk-worker.service");
     // Settings that would hide GPUs from the worker, or prevent control groups for its attempts.
     for harmful in [
         "PrivateDevices=yes",
@@ -68,7 +75,10 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
         before_start.starts_with("-+") && before_start.contains("nvidia-modprobe"),
         "{before_start}"
     );
+}
 
+#[test]
+fn images_of_worker_and_coordinator_have_neither_user_nor_folder_in_common() {
     let images = read_deploy_file("docker/Dockerfile");
     let mut users = Vec::new();
     for stage in images.split("\nFROM ").filter(|stage| stage.contains("\nUSER ")) {
@@ -115,7 +125,7 @@ fn a_build_of_the_images_gets_every_crate_of_the_workspace() {
     }
 }
 
-/// A worker whose options are wrong, or whose certificate is refused, was started again for ever, every five seconds.
+/// A worker whose options are wrong (exit code 2), or whose certificate is refused (4), is not started again every five seconds.
 #[test]
 fn services_do_not_restart_after_an_error_that_a_person_has_to_fix() {
     let worker = read_deploy_file("systemd/aitk-worker.service");
@@ -133,7 +143,7 @@ fn strings_of_plist(plist: &str) -> Vec<String> {
     let mut elements = String::new();
     while let Some((before, comment)) = rest.split_once("<!--") {
         let (comment, after) = comment.split_once("-->").unwrap();
-        assert!(!comment.contains("--"), "no XML: {comment}");
+        assert!(!comment.contains("--"), "not valid XML: {comment}");
         elements.push_str(before);
         rest = after;
     }
@@ -145,7 +155,7 @@ fn strings_of_plist(plist: &str) -> Vec<String> {
             for entity in text.split('&').skip(1) {
                 assert!(
                     ["amp;", "lt;", "gt;"].iter().any(|known| entity.starts_with(known)),
-                    "no XML: &{entity}"
+                    "not valid XML: &{entity}"
                 );
             }
             text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")

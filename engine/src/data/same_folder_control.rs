@@ -5,17 +5,17 @@ use crate::rng::TorchGenerator;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// How the control images that are drawn are laid over a colour and fitted to their images.
+/// How the control images that are drawn are composited over a colour and fitted to their images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AugmentedControlOptions {
+pub struct SameFolderControlOptions {
     /// The colour behind transparent images.
     pub background: [u8; 3],
     /// As [`Control::full_size`].
     pub full_size: bool,
 }
 
-impl AugmentedControlOptions {
-    /// A text that differs between different options. Checkpoints store its hash, so it must not change.
+impl SameFolderControlOptions {
+    /// Identifies the options in a checkpoint's hash. The text must not change.
     #[must_use]
     pub fn identity(&self) -> String {
         format!(
