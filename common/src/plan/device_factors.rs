@@ -29,7 +29,7 @@ pub(super) struct DeviceFactors {
 
 /// Fitted to measurements (docs/memory-measurements.md).
 pub(super) const CPU: DeviceFactors = DeviceFactors {
-    base: 0.06 * GIB,
+    base: 0.056 * GIB,
     weights: 1.08,
     quantised: 1.17,
     small_tensors: 1.26,
