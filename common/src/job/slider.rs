@@ -98,7 +98,7 @@ section! {
         /// Train all parts of a pair in each step: two directions, each from two sides. Otherwise one part.
         batch_full_slide: bool = true, Works;
         /// `depth`.
-        use_adapter: Option<String> = None, Refused("no T2I adapters");
+        use_adapter: Option<String> = None, Refused("sliders are not conditioned on depth images: remove it");
         /// Depth images by stem.
         adapter_img_dir: Option<String> = None, DependsOn("use_adapter"), input ControlImages;
         /// `concept_slider`: strength of the push.
