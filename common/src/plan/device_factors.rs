@@ -31,7 +31,7 @@ pub(super) struct DeviceFactors {
 pub(super) const CPU: DeviceFactors = DeviceFactors {
     base: 0.056 * GIB,
     weights: 1.08,
-    quantised: 1.17,
+    quantised: 1.2,
     small_tensors: 1.26,
     transient: 1.08,
     returns_pages: true,

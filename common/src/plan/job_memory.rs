@@ -484,7 +484,7 @@ impl<'a> Job<'a> {
             return vec![
                 phase(
                     denoiser.largest_quantised,
-                    all(text) + all(vae) + 0.17 * denoiser.quantised,
+                    all(text) + all(vae) + 0.2 * denoiser.quantised,
                 ),
                 phase(text.largest_quantised, 0.0),
             ];
@@ -492,7 +492,7 @@ impl<'a> Job<'a> {
         // The autoencoder is loaded after all others, and the largest layers are not the last ones of the U-Net.
         let largest = text.largest_quantised.max(denoiser.largest_quantised);
         let quantised = text.quantised + denoiser.quantised;
-        vec![phase(largest, vae.resident + 0.17 * quantised)]
+        vec![phase(largest, vae.resident + 0.2 * quantised)]
     }
 
     /// Whether the process changes the images of data sets (`batch_img2img`).
