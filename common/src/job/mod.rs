@@ -19,6 +19,7 @@ mod control_images;
 pub mod dataset;
 mod declare;
 pub mod decorator;
+mod decorator_checks;
 mod derived;
 pub mod dtype;
 pub mod ema;

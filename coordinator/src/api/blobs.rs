@@ -21,11 +21,9 @@ use aitk_proto::v1::blobs_server::Blobs;
 use aitk_scheduler::State;
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
-use std::io::SeekFrom;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::io::{AsyncSeekExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
@@ -283,7 +281,7 @@ impl BlobsApi {
         // No limit for workers: other jobs wait for their checkpoints.
         let is_limited = !who.role.changes_all() && who.role != Role::Worker;
         let first = upload.received();
-        let mut file = match open_at(upload.path(), first).await {
+        let mut file = match upload.open().await {
             Ok(file) => file,
             Err(error) => {
                 upload.discard();
@@ -360,15 +358,6 @@ fn taken_over_status() -> Status {
 }
 
 /// Opens the file of an upload, to write from this position; at its beginning, creates it.
-async fn open_at(path: &Path, position: u64) -> std::io::Result<tokio::fs::File> {
-    if position == 0 {
-        return tokio::fs::File::create(path).await;
-    }
-    let mut file = tokio::fs::OpenOptions::new().write(true).open(path).await?;
-    file.seek(SeekFrom::Start(position)).await?;
-    Ok(file)
-}
-
 async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
     let message = tokio::time::timeout(IDLE_TIMEOUT, parts.message())
         .await

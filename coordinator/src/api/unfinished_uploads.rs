@@ -8,6 +8,8 @@ use crate::blob_access::{UploadReservation, owner_key};
 use aitk_common::hash::ContentHash;
 use std::collections::HashMap;
 use std::collections::hash_map;
+use std::fs::{File, OpenOptions};
+use std::io::{Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -67,7 +69,8 @@ impl Drop for TemporaryFile {
 /// An upload of which a part has arrived.
 #[derive(Debug)]
 pub(super) struct PartialUpload {
-    file: TemporaryFile,
+    /// Shared with a thread that opens it: a file that it creates after the upload was given up is removed, too.
+    file: Arc<TemporaryFile>,
     /// The size of the blob.
     bytes: u64,
     /// How many bytes from the beginning are in the file.
@@ -79,12 +82,22 @@ impl PartialUpload {
     /// An upload of which nothing has arrived. The file need not exist yet.
     pub(super) fn new(path: PathBuf, bytes: u64, reservation: UploadReservation) -> Self {
         Self {
-            file: TemporaryFile(path),
+            file: Arc::new(TemporaryFile(path)),
             bytes,
             received: 0,
             reservation,
         }
     }
+}
+
+/// Opens a file to write from `position` on; one from the beginning is created.
+fn open_at(path: &Path, position: u64) -> std::io::Result<File> {
+    if position == 0 {
+        return File::create(path);
+    }
+    let mut file = OpenOptions::new().write(true).open(path)?;
+    file.seek(SeekFrom::Start(position))?;
+    Ok(file)
 }
 
 /// The state of an upload that a call receives, for other calls.
@@ -317,6 +330,16 @@ impl ReceivingUpload {
     /// Its temporary file.
     pub(super) fn path(&self) -> &Path {
         self.upload.as_ref().map_or(Path::new(""), |upload| &upload.file.0)
+    }
+
+    /// Opens the file behind the bytes that have arrived.
+    pub(super) async fn open(&self) -> std::io::Result<tokio::fs::File> {
+        let Some(upload) = &self.upload else {
+            return Err(std::io::ErrorKind::NotFound.into());
+        };
+        let (file, position) = (upload.file.clone(), upload.received);
+        let opened = tokio::task::spawn_blocking(move || open_at(&file.0, position)).await;
+        Ok(tokio::fs::File::from_std(opened.map_err(std::io::Error::other)??))
     }
 
     /// How many bytes have arrived, with those of earlier calls.

@@ -122,7 +122,10 @@ async fn a_job_is_one_trace_although_its_worker_and_coordinator_were_killed() {
     let outcomes: Vec<_> = assigned.iter().map(|span| &*span.attributes["aitk.outcome"]).collect();
     assert_eq!(outcomes, ["lost", "completed"]);
     assert!(
-        assigned[0].error.as_ref().is_some_and(|why| why.contains("lost")),
+        assigned[0]
+            .error
+            .as_ref()
+            .is_some_and(|why| why.contains("no heartbeat")),
         "{:?}",
         assigned[0]
     );
