@@ -21,7 +21,7 @@ use crate::adapters::{AdapterConfig, AdapterNetwork, Dropout};
 use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
 use crate::families::{Conditioning, Model, Prompt};
-use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
+use crate::optim::{Adam, AdamParams, Ema, Param, Schedule, ScheduleParams};
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::testing::{fixtures, gap, in_portable_mode, tiny_sd, unet_part};
@@ -80,6 +80,18 @@ fn constant(lr: f64) -> Schedule {
         steps: 20,
     })
     .unwrap()
+}
+
+/// The trainer of a variant of a reference: AdamW with a constant rate.
+fn reference_trainer(params: Vec<Param>, variant: &serde_json::Value) -> Trainer {
+    Trainer::new(TrainerOptions {
+        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
+        params,
+        schedule: constant(variant["lr"].as_f64().unwrap()),
+        max_grad_norm: variant["max_norm"].as_f64(),
+        ema: None,
+        fused_backward: false,
+    })
 }
 
 /// Trains for twenty steps; returns the largest relative difference of a loss and the largest difference of a weight.

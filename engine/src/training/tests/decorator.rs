@@ -1,15 +1,14 @@
 //! Comparison with the fixture of `tests/reference/make_train_decorator.py`: 20 steps of a decorator of FLUX.1 with diffusers, without and
 //! with classifier-free guidance.
 
-use super::{constant, prompts_of};
+use super::{prompts_of, reference_trainer};
 use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::{Conditioning, FLUX, LoadOptions, Model};
-use crate::optim::{Adam, AdamParams, Param};
+use crate::optim::Param;
 use crate::testing::{fixtures, gap, in_portable_mode, largest};
 use crate::training::{
-    ConditioningCache, LossInputs, LossOptions, MicroBatch, NoiseDraw, Objective, Trainer, TrainerOptions, TrainingCfg,
-    loss,
+    ConditioningCache, LossInputs, LossOptions, MicroBatch, NoiseDraw, Objective, TrainingCfg, loss,
 };
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
@@ -39,14 +38,7 @@ fn compare(name: &str, checkpointing: Checkpointing, sequential: bool) {
         name: "weight".into(),
         var: var.clone(),
     }];
-    let mut trainer = Trainer::new(TrainerOptions {
-        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
-        params,
-        schedule: constant(variant["lr"].as_f64().unwrap()),
-        max_grad_norm: variant["max_norm"].as_f64(),
-        ema: None,
-        fused_backward: false,
-    });
+    let mut trainer = reference_trainer(params, variant);
     let cfg = variant["cfg_scale"]
         .as_f64()
         .map(|scale| TrainingCfg { scale, rescale: scale });

@@ -1,18 +1,18 @@
 //! Comparison with the fixtures of `tests/reference/make_train_flux.py` and `make_train_kontext.py`: 20 steps of FLUX.1 and of FLUX.1
 //! Kontext with diffusers and peft, LoRAs and full fine-tunes.
 
-use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
+use super::{largest_gap, loss_of, prompts_of, reference_trainer, with_prefix};
 use crate::adapters::{AdapterConfig, AdapterNetwork};
 use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::flux::{FluxFamily, FluxModel};
 use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model};
-use crate::optim::{Adam, AdamParams, Param};
+use crate::optim::Param;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, in_portable_mode, sampled_cases, schnell_folder};
 use crate::training::{
     ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossOptions, MicroBatch, NoiseDraw,
-    NoiseOptions, Objective, Trainer, TrainerOptions,
+    NoiseOptions, Objective,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -79,14 +79,7 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
     let objective = OBJECTIVE();
     let mut cache = ConditioningCache::default();
-    let mut trainer = Trainer::new(TrainerOptions {
-        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
-        params,
-        schedule: constant(variant["lr"].as_f64().unwrap()),
-        max_grad_norm: variant["max_norm"].as_f64(),
-        ema: None,
-        fused_backward: false,
-    });
+    let mut trainer = reference_trainer(params, variant);
     let (mut loss_gap, mut norm_gap) = (0f64, 0f64);
     let steps = report["steps"].as_u64().unwrap() as usize;
     for step in 0..steps {

@@ -1,18 +1,18 @@
 //! Comparison with the fixtures of `tests/reference/make_train_sd35.py`: twenty steps of Stable Diffusion 3.5 with diffusers and peft, LoRAs and
 //! full fine-tunes.
 
-use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
+use super::{largest_gap, loss_of, prompts_of, reference_trainer, with_prefix};
 use crate::adapters::{AdapterConfig, AdapterNetwork};
 use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::sd3::Sd3Model;
 use crate::families::{LoadOptions, Model, SD3};
-use crate::optim::{Adam, AdamParams, Param};
+use crate::optim::Param;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, in_portable_mode, sampled_cases, sd35_large_folder, sd35_without_t5};
 use crate::training::{
     ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossOptions, MicroBatch, NoiseDraw,
-    NoiseOptions, Trainer, TrainerOptions,
+    NoiseOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -52,14 +52,7 @@ fn train(model: &Sd3Model, params: Vec<Param>, report: &Value, name: &str) {
         noise: NoiseOptions::default(),
     };
     let mut cache = ConditioningCache::default();
-    let mut trainer = Trainer::new(TrainerOptions {
-        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
-        params,
-        schedule: constant(variant["lr"].as_f64().unwrap()),
-        max_grad_norm: variant["max_norm"].as_f64(),
-        ema: None,
-        fused_backward: false,
-    });
+    let mut trainer = reference_trainer(params, variant);
     let (mut loss_gap, mut norm_gap) = (0f64, 0f64);
     for step in 0..report["steps"].as_u64().unwrap() as usize {
         let row = |key: &str| inputs[key].get(step).unwrap();

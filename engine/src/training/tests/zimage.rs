@@ -1,17 +1,17 @@
 //! Comparison with the fixtures of `tests/reference/make_train_zimage.py`: twenty steps of LoRAs of Z-Image with diffusers and peft.
 
-use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
+use super::{largest_gap, loss_of, prompts_of, reference_trainer, with_prefix};
 use crate::adapters::{AdapterConfig, AdapterNetwork};
 use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::zimage::{ZIMAGE, ZImageModel};
 use crate::families::{LoadOptions, Model};
-use crate::optim::{Adam, AdamParams, Param};
+use crate::optim::Param;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, in_portable_mode, zimage_folder};
 use crate::training::{
     ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossInputs, LossOptions, MicroBatch, NoiseDraw,
-    NoiseOptions, Trainer, TrainerOptions,
+    NoiseOptions,
 };
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -33,14 +33,7 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
         noise: NoiseOptions::default(),
     };
     let mut cache = ConditioningCache::default();
-    let mut trainer = Trainer::new(TrainerOptions {
-        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
-        params,
-        schedule: constant(variant["lr"].as_f64().unwrap()),
-        max_grad_norm: variant["max_norm"].as_f64(),
-        ema: None,
-        fused_backward: false,
-    });
+    let mut trainer = reference_trainer(params, variant);
     let (mut loss_gap, mut norm_gap) = (0f64, 0f64);
     for step in 0..report["steps"].as_u64().unwrap() as usize {
         let row = |key: &str| inputs[key].get(step).unwrap();
