@@ -2,7 +2,7 @@
 
 use crate::exit::Exit;
 use crate::failure::Failure;
-use crate::output::format::{printable, shell_word};
+use crate::output::format::{printable, shell_path};
 use aitk_common::fsutil::regular;
 use aitk_common::job::Finding;
 use aitk_common::sd_scripts::{Imported, Script, Source, SourceFormat, import, is_preset};
@@ -88,7 +88,7 @@ fn failure(config: &Path, errors: &[Finding]) -> Failure {
         .iter()
         .find_map(|error| error.message.split("--script ").nth(1)?.split(' ').next());
     if let Some(script) = script {
-        let config = printable(&shell_word(&config.display().to_string()));
+        let config = printable(&shell_path(config));
         return failure.hint(format!("for example: aitk run {config} --script {script}"));
     }
     failure.hint("`aitk help sd-scripts` says what becomes of each option")

@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::output::format::{printable, shell_word};
+use crate::output::format::{printable, shell_path};
 use crate::sd_scripts::{ImportOptions, import_file};
 use aitk_common::fsutil;
 use aitk_common::sd_scripts::Script;
@@ -48,7 +48,6 @@ pub(super) fn import(context: &Context, args: &ImportArgs) -> CommandResult {
     }
     fsutil::write_atomic(&path, |out| out.write_all(yaml.as_bytes())).map_err(|error| disk_failure(&error))?;
     ui.data(&output.display().to_string())?;
-    let argument = shell_word(&output.strip_prefix("./").unwrap_or(output).display().to_string());
-    ui.notice(&format!("to train it: aitk run {argument}"));
+    ui.notice(&format!("to train it: aitk run {}", shell_path(output)));
     Ok(Exit::Ok)
 }

@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::output::format::shell_word;
+use crate::output::format::shell_path;
 use aitk_common::fsutil;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub(super) fn init(context: &Context, args: &InitArgs) -> CommandResult {
         );
     }
     fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk_failure(&error))?;
-    let argument = shell_word(&path.strip_prefix("./").unwrap_or(&path).display().to_string());
+    let argument = shell_path(&path);
     let text = TEMPLATE.replace("THIS_FILE", &argument);
     fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk_failure(&error))?;
     ui.data(&path.display().to_string())?;

@@ -10,7 +10,7 @@ use crate::exit::Exit;
 use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::Ui;
-use crate::output::format::{printable, shell_word};
+use crate::output::format::{printable, shell_path};
 use crate::paths::display_path;
 use crate::settings::{Setting, UpState};
 use aitk_common::fsutil;
@@ -202,13 +202,10 @@ fn worker_commands(server: &str, token_file: &Path, ca_file: Option<&Path>) -> [
         false => host,
     };
     let mut command = format!("  aitk-worker --server {scheme}://{host}:{port}");
-    command.push_str(&format!(
-        " --token-file {}",
-        shell_word(&token_file.display().to_string())
-    ));
+    command.push_str(&format!(" --token-file {}", shell_path(token_file)));
     let mut copies = "the token file".to_owned();
     if let Some(ca_file) = ca_file {
-        command.push_str(&format!(" --ca-file {}", shell_word(&ca_file.display().to_string())));
+        command.push_str(&format!(" --ca-file {}", shell_path(ca_file)));
         copies.push_str(" and of the certificate");
     }
     [format!("On each other machine, with a copy of {copies}:"), command]

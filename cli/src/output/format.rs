@@ -1,6 +1,7 @@
 //! Formats numbers, sizes and times for people, and parses durations and times that people write.
 
 use jiff::{SignedDuration, Timestamp};
+use std::path::Path;
 use std::time::Duration;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
@@ -168,6 +169,12 @@ pub fn shell_word(text: &str) -> String {
         true => text.to_owned(),
         false => format!("'{}'", text.replace('\'', r"'\''")),
     }
+}
+
+/// A path as a word of a command line ([`shell_word`]), without a `./` at its beginning.
+#[must_use]
+pub fn shell_path(path: &Path) -> String {
+    shell_word(&path.strip_prefix("./").unwrap_or(path).display().to_string())
 }
 
 /// Removes control characters from text of other origin (job names, log lines), so that it cannot send escape sequences
@@ -394,6 +401,7 @@ mod tests {
         assert_eq!(shell_word("it's $HOME"), r"'it'\''s $HOME'");
         assert_eq!(shell_word("~x"), "'~x'");
         assert_eq!(shell_word(""), "''");
+        assert_eq!(shell_path(Path::new("./my job.yaml")), "'my job.yaml'");
     }
 
     #[test]

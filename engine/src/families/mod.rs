@@ -42,6 +42,7 @@ pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use embedding_file::{LearnedEmbedding, embedding_names};
 pub use flux::{FLUX, FLUX_KONTEXT};
+pub(crate) use model::no_decorator;
 pub use model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, TextEncoders};
 pub use options::{LoadOptions, LoadedParts, PromptReading, WeightChanges};
 pub use part::{AdapterNames, Part};

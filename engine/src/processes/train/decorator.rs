@@ -3,7 +3,7 @@
 
 use super::super::context::Context;
 use crate::error::{EngineError, Result};
-use crate::families::Model;
+use crate::families::{Model, no_decorator};
 use crate::optim::Param;
 use crate::rng::generator_for;
 use crate::weights::{Index, write_tensors};
@@ -31,12 +31,9 @@ impl TrainedDecorator {
         cx: &mut Context<'_>,
     ) -> Result<Self> {
         let tokens = config.num_tokens as usize;
-        let width = model.decorator_width().ok_or_else(|| {
-            EngineError::bad_input(format!(
-                "decorator: it is trained for FLUX.1 (`arch: flux`), and this is `arch: {}`",
-                model.family().arch()
-            ))
-        })?;
+        let width = model
+            .decorator_width()
+            .ok_or_else(|| no_decorator(model.family().arch()))?;
         let numbers = generator_for(seed, "decorator", 0, 0).randn(tokens * width);
         let start = Tensor::from_vec(numbers, (tokens, width), model.device())?;
         let var = Var::from_tensor(&start)?;

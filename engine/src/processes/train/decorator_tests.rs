@@ -160,7 +160,7 @@ fn what_does_not_fit_a_decorator_is_refused() {
                 process.model.name_or_path = fixtures().join("tiny_sd").display().to_string();
                 process.train.noise_scheduler = SamplerName::Ddpm;
             },
-            "decorator: it is trained for FLUX.1 (`arch: flux`), and this is `arch: sd1`",
+            "decorator: its tokens follow the text of FLUX.1 (`arch: flux`), and this is `arch: sd1`",
         ),
         (
             |process| process.model.apply_t5_attn_mask = true,
