@@ -3,7 +3,7 @@
 # into the target folder, without root and without changing the system.
 #
 #   deploy/build/metal-check.sh          the programs aitk and aitk-worker
-#   deploy/build/metal-check.sh --ci     only the engine, which has the feature; skipped if nothing has changed
+#   deploy/build/metal-check.sh --ci     only engine and processes (the engine has the feature); skipped if nothing has changed
 #
 # CARGO_TARGET_DIR as for cargo. Exit codes: 0 done, 1 the code does not compile, 3 the tools cannot be installed.
 set -euo pipefail
@@ -18,7 +18,7 @@ rust=$tools/rust-web
 zig=$tools/zig
 
 packages=(-p aitk -p aitk-worker --features 'aitk/metal,aitk-worker/metal')
-[ "${1:-}" != --ci ] || packages=(-p aitk-engine --features metal)
+[ "${1:-}" != --ci ] || packages=(-p aitk-processes -p aitk-engine --features aitk-engine/metal)
 
 if [ "$(uname)" = Darwin ]; then
   # To build the programs: `cargo build --release --features metal`.

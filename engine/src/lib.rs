@@ -1,8 +1,8 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
-//! It uses no network and no async runtime. Imports run one way: `processes` -> `training`, `pipelines` ->
+//! It uses no network and no async runtime. Imports run one way: `training`, `pipelines` ->
 //! `adapters`, `data` -> `families` -> `image_adapters`, `samplers` -> `models` -> `media`, and the modules of `aitk-kernels`. `training` is the
-//! mathematics of a step; `processes/train` is the run: folder, loop, checkpoints, saves, samples.
+//! mathematics of a step; the run (folder, loop, checkpoints, saves, samples) is in `aitk-processes`.
 
 pub use aitk_kernels::{autograd, checkpointing, device, error, image_io, nn, optim, quant, rng, svd, weights};
 
@@ -14,7 +14,6 @@ pub mod image_adapters;
 pub mod media;
 pub mod models;
 pub mod pipelines;
-pub mod processes;
 pub mod samplers;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -1,6 +1,6 @@
 """Code models that the engine exported, read by gguf, llama.cpp, transformers and peft.
 
-    AITK_KEEP_EXPORTS=FOLDER cargo test -p aitk-engine --lib lm_export
+    AITK_KEEP_EXPORTS=FOLDER cargo test -p aitk-processes --lib lm_export
     python tests/reference/check_lm_exports.py FOLDER
 
 Without a folder there is nothing to check. Each subfolder has the base model (`model`), its exports (`tiny-DTYPE.gguf`, `tiny-f32`) and what the

@@ -1,6 +1,6 @@
 """Code models and LoRAs that the engine saved, loaded by transformers and peft.
 
-    AITK_KEEP_SAVES=FOLDER cargo test -p aitk-engine --lib trained_code_models
+    AITK_KEEP_SAVES=FOLDER cargo test -p aitk-processes --lib trained_code_models
     python tests/reference/check_lm_saves.py FOLDER
 
 Without a folder there is nothing to check. Each subfolder has the base model (`model`), the data and the run (`out/coder`). The loaded model's

@@ -1,5 +1,5 @@
 """Weights that are a formula of their names, so that no weights are stored: the same numbers as
-engine/src/models/causal_lm/formula_weights.rs."""
+engine/src/testing/formula_weights.rs."""
 
 import numpy as np
 import torch

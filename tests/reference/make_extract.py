@@ -1,6 +1,6 @@
 """Writes tests/fixtures/extract/layers.json: what ai-toolkit's formulas extract from tiny_sd and a fine-tune of it.
 
-The fine-tune is not stored: `change()` here and `change` in engine/src/processes/extract/tests.rs make it of tiny_sd. For each case (mode,
+The fine-tune is not stored: `change()` here and `change` in processes/src/extract/tests.rs make it of tiny_sd. For each case (mode,
 parameters, with or without the third factor of convolutions) and each layer that differs, the file has the rank, or 0 for a layer that is
 kept whole, and the Frobenius norm of the difference that is lost, as a share of the whole.
 """

@@ -26,7 +26,7 @@ from make_decoder import COMMON, CONFIGS, tokens
 
 OUT = Path(__file__).resolve().parent.parent / "fixtures" / "lm_training.json"
 STEPS, CONTEXT, SEED = 50, 16, 7
-# The tokens of the tests' tokenizer (engine/src/models/causal_lm/byte_tokenizer.rs).
+# The tokens of the tests' tokenizer (engine/src/testing/byte_tokenizer.rs).
 END, PREFIX, SUFFIX, MIDDLE = 256, 257, 258, 259
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {byte: index for index, byte in enumerate(PRINTABLE + [byte for byte in range(256) if byte not in PRINTABLE])}

@@ -1,6 +1,6 @@
 """Prints which layers ai-toolkit's LoRASpecialNetwork changes in the tiny models: how many, and a hash of their names.
 
-The test `layers_and_norms_are_those_of_ai_toolkit` of engine/src/processes/train/network_layer_tests.rs has the output.
+The test `layers_and_norms_are_those_of_ai_toolkit` of processes/src/train/network_layer_tests.rs has the output.
 The walk over the modules is that of `create_modules` in toolkit/lora_special.py: children of modules of the target classes.
 
     PYTHON make_network_targets.py

@@ -1,6 +1,6 @@
 """Images that diffusers generates with LoRAs which aitk's trainer made -> tests/fixtures/our_lora/.
 
-    AITK_UPDATE_GOLDEN=1 cargo test -p aitk-engine --lib our_lora      # makes the LoRAs, where the trainer changed
+    AITK_UPDATE_GOLDEN=1 cargo test -p aitk-processes --lib our_lora      # makes the LoRAs, where the trainer changed
     python tests/reference/make_our_lora.py                            # generates with them
 
 Every `*.safetensors` there but the images is a LoRA. `load_lora_weights` must take it whole: no warning about a missing

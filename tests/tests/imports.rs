@@ -306,6 +306,7 @@ fn the_number_of_files_in_import_cycles_does_not_grow() {
         "coordinator/scheduler",
         "engine",
         "kernels",
+        "processes",
         "proto",
         "tests",
         "worker",

@@ -14,7 +14,7 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::Confinement;
 use aitk_common::telemetry;
 use aitk_engine::device::threads::on_pool;
-use aitk_engine::processes::{self, EventSink, OutputRequests, StopSignal};
+use aitk_processes::{EventSink, OutputRequests, StopSignal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use std::io::{self, BufRead, Read, Write};
@@ -84,7 +84,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
                     if let Some(message) = limit_memory(&spec) {
                         events.emit(log("warn", message));
                     }
-                    processes::run_with_requests(&spec, &mut events, &stop, &requests)
+                    aitk_processes::run_with_requests(&spec, &mut events, &stop, &requests)
                 })
             }));
             let outcome =

@@ -13,7 +13,7 @@ use aitk_common::plan::prompt_files::{largest_images_in_files, longest_line, wit
 use aitk_common::plan::training_memory::new_model_counts;
 use aitk_engine::device::threads::stack_space;
 use aitk_engine::device::{DevicePeak, end_phase};
-use aitk_engine::processes::{expand_home, image_batches};
+use aitk_processes::{expand_home, image_batches};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;
 use serde_json::Value;

@@ -26,7 +26,7 @@ use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::plan::prompt_files::with_longest_prompt;
 #[cfg(feature = "embedded")]
-use aitk_engine::processes::TrainingPreview;
+use aitk_processes::TrainingPreview;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -239,8 +239,7 @@ async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, director
                     .collect();
                 let (spec, training) = (loaded.spec.clone(), training.clone());
                 // It may read the headers of many thousand images.
-                let previewed =
-                    tokio::task::spawn_blocking(move || aitk_engine::processes::preview(&spec, &training, &inputs));
+                let previewed = tokio::task::spawn_blocking(move || aitk_processes::preview(&spec, &training, &inputs));
                 let mut data = previewed.await.unwrap_or_default();
                 for problem in &mut data.problems {
                     *problem = at_key(&loaded.spec, process, directory, problem);

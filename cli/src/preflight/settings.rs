@@ -7,7 +7,7 @@ use crate::paths::expand;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::{JobSpec, ProcessKind};
 use aitk_common::model_files::{Inventory, ModelFileKind, PartPaths, identify};
-use aitk_engine::processes::{check_image_adapter, check_language_model, check_settings};
+use aitk_processes::{check_image_adapter, check_language_model, check_settings};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -11,7 +11,7 @@ use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::values::TextSource;
 use aitk_common::job::{InputKind, JobSpec, ProcessKind};
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
-use aitk_engine::processes::{TrainingPreview, changed_image_sizes};
+use aitk_processes::{TrainingPreview, changed_image_sizes};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

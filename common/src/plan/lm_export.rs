@@ -1,7 +1,7 @@
 //! Predicts the memory of exporting a language model (`lm_export`), from the shapes of the model.
 //!
 //! The weights stay in their files: one tensor at a time is in memory, in float32, with what is made of it
-//! (`engine/src/processes/lm_export`, `kernels/src/weights/gguf_write.rs`).
+//! (`processes/src/lm_export`, `kernels/src/weights/gguf_write.rs`).
 
 use super::device_factors::{CPU, Need, Phase};
 use super::json::text;

@@ -47,7 +47,7 @@ impl AdapterFile {
     }
 
     /// As [`Self::open`], but reads names and shapes only: every number is zero.
-    pub(crate) fn open_layout(path: &Path) -> Result<Self> {
+    pub fn open_layout(path: &Path) -> Result<Self> {
         Self::read(path, |index| index.shapes_only())
     }
 

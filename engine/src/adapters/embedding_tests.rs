@@ -1,4 +1,4 @@
-//! LoRAs of embedding layers by themselves: gradients, files and their strength. `processes/lm_train/embedding_tests.rs` compares with peft.
+//! LoRAs of embedding layers by themselves: gradients, files and their strength. `processes/src/lm_train/embedding_tests.rs` compares with peft.
 
 use super::test_helpers::{layers, named};
 use super::*;

@@ -42,7 +42,7 @@ pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use embedding_file::{LearnedEmbedding, embedding_names};
 pub use flux::{FLUX, FLUX_KONTEXT};
-pub(crate) use model::no_decorator;
+pub use model::no_decorator;
 pub use model::{Family, GuidanceKind, Model, ModelWriter, SaveOptions, TextEncoders};
 pub use options::{LoadOptions, LoadedParts, PromptReading, WeightChanges};
 pub use part::{AdapterNames, Part};
@@ -175,7 +175,7 @@ pub fn check_embeddings(path: &Path, arch: ArchName, words: &[LearnedEmbedding])
 ///
 /// # Errors
 /// As [`load`].
-pub(crate) fn load_without_weights(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Box<dyn Model>> {
+pub fn load_without_weights(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Box<dyn Model>> {
     let options = LoadOptions {
         loaded: LoadedParts::Nothing,
         parts: parts.clone(),

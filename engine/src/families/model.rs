@@ -403,7 +403,7 @@ pub(super) fn no_skippable_blocks(arch: ArchName) -> EngineError {
 }
 
 /// The error of a model whose text no learned tokens follow.
-pub(crate) fn no_decorator(arch: ArchName) -> EngineError {
+pub fn no_decorator(arch: ArchName) -> EngineError {
     EngineError::bad_input(format!(
         "decorator: its tokens follow the text of FLUX.1 (`arch: flux`), and this is `arch: {arch}`"
     ))

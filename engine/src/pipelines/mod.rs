@@ -19,7 +19,7 @@ mod tests;
 pub mod text;
 
 pub use pipeline::{GenerateRequest, OnStep, Pipeline, SkipLayerGuidance};
-pub(crate) use sample::to_generate_request;
+pub use sample::to_generate_request;
 pub use sample::{SampleSettings, check_sampler, generate_images, random_seed};
 
 use crate::error::{EngineError, Result};

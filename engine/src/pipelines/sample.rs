@@ -142,7 +142,7 @@ fn control_image(model: &dyn Model, request: &ImageRequest, settings: &SampleSet
 
 /// Converts a request to the pipeline's form. Width and height are rounded down to multiples of `size_multiple`, as the model
 /// needs them.
-pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_multiple: usize) -> GenerateRequest {
+pub fn to_generate_request(request: &ImageRequest, sampler: &str, size_multiple: usize) -> GenerateRequest {
     GenerateRequest {
         prompts: vec![request.prompt.clone()],
         prompts_2: request.prompt_2.clone().into_iter().collect(),

@@ -48,7 +48,7 @@ pub use pixel_options::PixelOptions;
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};
 pub use swapped_parameters::SwappedParameters;
-pub(crate) use trainer::optim_error;
+pub use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};
 
 #[cfg(test)]

@@ -576,7 +576,7 @@ fn apply(optimizer: &mut dyn Optimizer, grads: &Grads, lr: f64, rounding: Option
 }
 
 /// Converts an optimizer's error to the engine's error type.
-pub(crate) fn optim_error(error: OptimError) -> EngineError {
+pub fn optim_error(error: OptimError) -> EngineError {
     match error {
         OptimError::Tensor(e) => EngineError::Tensor(e),
         other => EngineError::bad_input(other.to_string()),

@@ -4,7 +4,7 @@ use crate::runner::CUDA_CACHE;
 use aitk_common::attempt::{AttemptSpec, ExtensionProgram};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::{JobSpec, Process};
-use aitk_engine::processes::expand_home;
+use aitk_processes::expand_home;
 use std::path::{Path, PathBuf};
 
 /// The files and devices that an attempt may use.

@@ -194,7 +194,7 @@ fn end_token(folder: &Path, tokenizer: &Tokenizer) -> Result<Option<u32>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::{DocumentTokenizer, FimTokens, parts};
-    use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
+    use crate::testing::byte_tokenizer::write_tokenizer;
     use crate::testing::fixtures;
 
     /// Like Llama 2's tokenizer, this one puts a space before a text.

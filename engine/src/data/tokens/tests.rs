@@ -1,8 +1,8 @@
 //! Documents, rows and batches.
 
 use super::*;
-use crate::models::causal_lm::byte_tokenizer::{END, write_tokenizer};
 use crate::models::causal_lm::{FimTokens, TextTokenizer};
+use crate::testing::byte_tokenizer::{END, write_tokenizer};
 use crate::testing::compute_on_this_thread;
 use proptest::prelude::*;
 use serde_json::json;

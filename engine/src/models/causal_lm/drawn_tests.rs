@@ -1,7 +1,7 @@
 //! Compares logits with transformers for configs that were drawn at random (`tests/reference/make_drawn_decoders.py`).
 
-use super::formula_weights::{formula, write_model};
 use super::{AttentionMask, CausalLm, CausalLmOptions};
+use crate::testing::formula_weights::{formula, write_model};
 use crate::testing::{compute_on_this_thread, fixtures, gap, in_portable_mode, largest};
 use candle_core::{Device, Tensor};
 use serde_json::Value;

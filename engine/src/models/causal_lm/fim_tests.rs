@@ -1,7 +1,7 @@
 //! Gaps as tokenizers of code models mark them (`tests/reference/make_fim.py`).
 
-use super::byte_tokenizer::write_tokenizer;
 use super::{FimTokens, TextTokenizer};
+use crate::testing::byte_tokenizer::write_tokenizer;
 use crate::testing::fixtures;
 use serde_json::{Value, json};
 use std::path::Path;

@@ -5,9 +5,6 @@
 
 mod attention_mask;
 mod block;
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-pub(crate) mod byte_tokenizer;
 mod cache;
 mod config;
 mod config_json;
@@ -18,9 +15,6 @@ mod fim;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod fim_tests;
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-pub(crate) mod formula_weights;
 mod gguf;
 mod layout;
 mod model;

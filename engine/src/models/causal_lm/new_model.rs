@@ -155,7 +155,7 @@ impl CausalLm {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::models::causal_lm::formula_weights::expected;
+    use crate::testing::formula_weights::expected;
     use candle_core::DType;
     use serde_json::{Value, json};
 

@@ -1,8 +1,8 @@
 //! Compares the gradients of the table of embeddings with transformers, where a token is the padding (`tests/reference/make_padding_row.py`).
 
-use super::formula_weights::{formula, write_model};
 use super::{AttentionMask, CausalLm, CausalLmOptions};
 use crate::autograd::gradients;
+use crate::testing::formula_weights::{formula, write_model};
 use crate::testing::{compute_on_this_thread, fixtures, gap, in_portable_mode, largest};
 use crate::weights::TrainableFilter;
 use candle_core::{Device, Tensor};

@@ -1,8 +1,8 @@
 //! Compares rotary embeddings with transformers (`tests/reference/make_rope.py`): frequencies, and logits of tiny models.
 
-use super::formula_weights::{formula, write_model};
 use super::rope::{BETAS, RopeScaling};
 use super::{AttentionMask, CausalLm, CausalLmConfig, CausalLmOptions, PositionKind, RotaryPositions};
+use crate::testing::formula_weights::{formula, write_model};
 use crate::testing::{compute_on_this_thread, fixtures, gap, in_portable_mode, largest};
 use candle_core::{D, Device, Tensor};
 use serde_json::{Value, json};

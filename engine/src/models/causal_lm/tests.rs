@@ -1,10 +1,10 @@
 //! Compares logits with transformers (`tests/reference/make_decoder.py`): two tiny models of each family.
 
-use super::formula_weights::{expected, formula, write_model};
 use super::{AttentionMask, CausalLm, CausalLmConfig, CausalLmOptions, KeyValueCache};
 use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
 use crate::nn::VisitLayers;
+use crate::testing::formula_weights::{expected, formula, write_model};
 use crate::testing::{gap, in_portable_mode, largest};
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::job::QType;

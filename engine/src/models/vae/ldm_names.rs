@@ -61,7 +61,7 @@ pub(crate) fn to_diffusers(name: &str, levels: usize) -> Option<String> {
 }
 
 /// The LDM name of a tensor with this diffusers name, in a model with this number of levels.
-pub(crate) fn to_ldm(name: &str, levels: usize) -> Option<String> {
+pub fn to_ldm(name: &str, levels: usize) -> Option<String> {
     let parts: Vec<&str> = name.split('.').collect();
     let (half, rest) = (*parts.first()?, parts.get(1..)?);
     if matches!(half, "quant_conv" | "post_quant_conv") {

@@ -2,7 +2,7 @@
 
 mod codec;
 mod encoder_decoder;
-pub(crate) mod ldm_names;
+pub mod ldm_names;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -160,7 +160,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::models::causal_lm::formula_weights::expected;
+    use crate::testing::formula_weights::expected;
     use serde_json::Value;
 
     fn choice(options: &Value) -> SamplingParams {

@@ -2,9 +2,9 @@
 
 use super::{Completion, SamplingParams, StopReason, TextEvents, TextRequest, TextSettings, generate_texts};
 use crate::error::Result;
-use crate::models::causal_lm::byte_tokenizer::{END, write_tokenizer};
-use crate::models::causal_lm::formula_weights::{expected, write_model};
 use crate::models::causal_lm::{CausalLm, CausalLmOptions, TextTokenizer};
+use crate::testing::byte_tokenizer::{END, write_tokenizer};
+use crate::testing::formula_weights::{expected, write_model};
 use crate::testing::{compute_on_this_thread, in_portable_mode};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

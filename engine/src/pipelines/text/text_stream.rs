@@ -130,8 +130,8 @@ fn continuation<'a>(before: &str, whole: &'a str) -> Option<&'a str> {
 mod tests {
     use super::{TextStream, continuation};
     use crate::models::causal_lm::TextTokenizer;
-    use crate::models::causal_lm::byte_tokenizer::write_tokenizer;
     use crate::rng::TorchGenerator;
+    use crate::testing::byte_tokenizer::write_tokenizer;
     use crate::testing::fixtures;
 
     /// Random bytes, of which many are not text, and characters that are cut anywhere.

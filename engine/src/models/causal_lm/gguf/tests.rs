@@ -1,10 +1,10 @@
 //! Exports tiny models and reads them back: the same logits, the same tokens, the same texts.
 
-use super::super::byte_tokenizer::{END, write_tokenizer};
-use super::super::formula_weights::{expected, write_model};
 use super::super::{AttentionMask, CausalLm, CausalLmOptions, PositionKind, TextTokenizer, open_tokenizer};
 use super::GgufExport;
+use crate::testing::byte_tokenizer::{END, write_tokenizer};
 use crate::testing::compute_on_this_thread;
+use crate::testing::formula_weights::{expected, write_model};
 use crate::weights::Weight;
 use aitk_common::job::lm_export::LmExportType;
 use candle_core::{Device, Tensor};
