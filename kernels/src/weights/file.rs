@@ -7,7 +7,7 @@ use super::stored_bytes::StoredBytes;
 use super::{gguf, safetensors};
 use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
-use crate::quant::Quantized;
+use crate::quant::{HalfFormat, Quantized};
 use aitk_common::fsutil::regular;
 use candle_core::{DType, Device, Tensor};
 use std::io::Read;
@@ -277,6 +277,29 @@ impl TensorFile {
         let first = elements.iter().map(|range| range.start).min()?;
         let last = elements.iter().map(|range| range.end).max()?;
         Some(stored_tensor.byte_range(&(first..last), per_block, block_bytes))
+    }
+
+    /// The format of a tensor whose bytes products take as they are: bf16, and f16 of GGUF files (see [`super::Index::read_half`]). `None` for
+    /// others.
+    pub(super) fn half_format(&self, name: &str) -> Result<Option<HalfFormat>> {
+        Ok(match self.stored_tensor(name)?.storage {
+            StorageType::Floats(FloatFormat::Bf16) | StorageType::GgufHalf(FloatFormat::Bf16) => Some(HalfFormat::Bf16),
+            StorageType::GgufHalf(FloatFormat::F16) => Some(HalfFormat::F16),
+            _ => None,
+        })
+    }
+
+    /// Reads the bytes of these elements of a tensor of 16-bit floats, one range after the other.
+    pub(super) fn read_half_bytes(&self, name: &str, elements: &[Range<usize>]) -> Result<Vec<u8>> {
+        let stored_tensor = self.stored_tensor(name)?;
+        let read = |range: &Range<usize>| {
+            let (start, length) = stored_tensor.byte_range(range, 1, 2);
+            self.reader.read(start, length)
+        };
+        match elements {
+            [only] => read(only),
+            ranges => Ok(ranges.iter().map(read).collect::<Result<Vec<_>>>()?.concat()),
+        }
     }
 
     /// Asks the system to read these bytes from disk, see [`FileReader::read_ahead`].

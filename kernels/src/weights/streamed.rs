@@ -7,6 +7,7 @@
 use super::file::TensorFile;
 use super::read_ahead::{FileRange, ReadAhead};
 use crate::error::Result;
+use crate::quant::HalfFormat;
 use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -90,14 +91,31 @@ impl StreamedWeight {
     /// # Errors
     /// When the file cannot be read, or the device is out of memory.
     pub fn read(&self) -> candle_core::Result<Tensor> {
-        if let Some((read_ahead, index)) = &self.neighbours {
-            read_ahead.reading(*index);
-        }
+        self.read_neighbours_ahead();
         let stored = &self.stored;
         let read = self
             .file
             .read_elements(&stored.name, &stored.elements, &self.shape, self.dtype, &self.device);
         read.map_err(candle_core::Error::wrap)
+    }
+
+    /// The format and the bytes of a weight that its file has in 16-bit floats, for products that widen it themselves: half of the memory
+    /// of [`Self::read`], and no pass that converts it. `None` for other weights.
+    pub(super) fn read_halves(&self) -> candle_core::Result<Option<(HalfFormat, Vec<u8>)>> {
+        let StoredElements { name, elements, .. } = &self.stored;
+        let format = self.file.half_format(name).map_err(candle_core::Error::wrap)?;
+        let Some(format) = format else {
+            return Ok(None);
+        };
+        self.read_neighbours_ahead();
+        let bytes = self.file.read_half_bytes(name, elements);
+        Ok(Some((format, bytes.map_err(candle_core::Error::wrap)?)))
+    }
+
+    fn read_neighbours_ahead(&self) {
+        if let Some((read_ahead, index)) = &self.neighbours {
+            read_ahead.reading(*index);
+        }
     }
 
     /// Reads rows of an embedding table in the given order: [rows, width].

@@ -347,3 +347,44 @@ fn rows_of_a_quantised_weight_are_read_without_dequantising_it() {
 crate::testing::in_portable_mode! {
     rows_of_a_quantised_weight_are_read_without_dequantising_it,
 }
+
+/// A streamed weight that its file has in bfloat16 is multiplied as it is, with the bits of one that is resident; one in float32 and one in float16
+/// are read as float32.
+#[test]
+fn streamed_16_bit_weights_give_the_bits_of_resident_ones() {
+    use crate::autograd::gradients;
+    use candle_core::Var;
+    let folder = tempfile::tempdir().unwrap();
+    let (inputs, outputs) = (70, 90);
+    for (dtype, is_half) in [(DType::BF16, true), (DType::F16, false), (DType::F32, false)] {
+        let file = folder.path().join("a.safetensors");
+        write(
+            &file,
+            &[("a.weight", &[outputs, inputs], dtype), ("a.bias", &[outputs], dtype)],
+        );
+        let layer = |share: f64| {
+            let weights = open(&file).unwrap().streamed(share).pp("a");
+            crate::nn::Linear::new(&weights, inputs, outputs, true).unwrap()
+        };
+        let (resident, streamed) = (layer(0.0), layer(1.0));
+        assert!(matches!(streamed.weight, Weight::Streamed(_)));
+        let halves = streamed.weight.half_bytes().unwrap();
+        assert_eq!(
+            halves.map(|(_, bytes)| bytes.len()),
+            is_half.then_some(2 * inputs * outputs)
+        );
+        // The products of few and of many rows differ.
+        for rows in [1, 40, 200] {
+            let x = Tensor::arange(0f32, (rows * inputs) as f32, &Device::Cpu).unwrap();
+            let x = Var::from_tensor(&(x.reshape((rows, inputs)).unwrap() * 1e-4).unwrap()).unwrap();
+            let results = [&resident, &streamed].map(|layer| {
+                let loss = || layer.forward(x.as_tensor())?.sqr()?.sum_all();
+                let (_, found) = gradients(loss).unwrap();
+                let y = layer.forward(x.as_tensor()).unwrap();
+                let dx = found.get(x.as_tensor()).unwrap();
+                [&y, dx].map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+            });
+            assert_eq!(results[0], results[1], "{dtype:?}, {rows} rows");
+        }
+    }
+}

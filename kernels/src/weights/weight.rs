@@ -88,11 +88,15 @@ impl Weight {
 }
 
 impl Weight {
-    /// The format and the bytes of a weight that is kept in 16-bit floats on the CPU, where kernels on slices widen it themselves.
-    /// `None` for others.
+    /// The format and the bytes of a weight that is kept in 16-bit floats on the CPU, or streamed from a file that has it so: kernels on
+    /// slices widen it themselves. `None` for others.
     pub(crate) fn half_bytes(&self) -> candle_core::Result<Option<(HalfFormat, Cow<'_, [u8]>)>> {
         match self {
             Self::Quantized(quantized) if self.has_slices() => quantized.half_bytes(),
+            Self::Streamed(streamed) if self.has_slices() => {
+                let halves = streamed.read_halves()?;
+                Ok(halves.map(|(format, bytes)| (format, Cow::Owned(bytes))))
+            }
             _ => Ok(None),
         }
     }

@@ -313,14 +313,18 @@ impl Builder {
             }
             None => {}
         }
-        if (self.options.cpu || !is_quantised) && self.streams_next(others) {
-            return (Unpacking::Whole, stored_bytes);
-        }
         let halves = if self.options.cpu {
             stored.halves.min(1.0 - stored.quantised) * elements
         } else {
             0.0
         };
+        if (self.options.cpu || !is_quantised) && self.streams_next(others) {
+            let unpacking = match stored_unpacking {
+                Unpacking::None if halves > 0.5 * elements => Unpacking::StreamedHalves,
+                _ => Unpacking::Whole,
+            };
+            return (unpacking, stored_bytes);
+        }
         self.weights.resident += halves * 2.0 + (others - halves) * self.options.width;
         match stored_unpacking {
             Unpacking::None if halves > 0.5 * elements => (Unpacking::Blocks, 0.0),

@@ -90,6 +90,9 @@ pub(in crate::plan) enum Unpacking {
     Whole,
     /// A block at a time: it is in 16-bit floats. A convolution needs all of it.
     Blocks,
+    /// Streamed from a file that has it in 16-bit floats: it is read as it is, and widened as [`Self::Blocks`]. A convolution needs all of it
+    /// in the compute dtype.
+    StreamedHalves,
 }
 
 /// A linear layer or a convolution.
@@ -141,13 +144,16 @@ impl Layer {
         if is_stored && kernel == 1.0 && rows <= STORED_ROWS && walk.backend.is_cpu() && self.adapter.is_none() {
             return None;
         }
+        let block = outputs.min((WIDENED_ELEMENTS / self.inputs).floor().max(1.0));
         let outputs = match self.unpacking {
             Unpacking::None => return None,
             Unpacking::Whole => outputs,
-            Unpacking::Blocks if kernel > 1.0 => outputs,
+            Unpacking::Blocks | Unpacking::StreamedHalves if kernel > 1.0 => outputs,
             // The copy that the adapter is merged into is counted by the layer.
             Unpacking::Blocks if self.adapter.is_some() && merges(self, rows) => return None,
-            Unpacking::Blocks => outputs.min((WIDENED_ELEMENTS / self.inputs).floor().max(1.0)),
+            Unpacking::Blocks => block,
+            Unpacking::StreamedHalves if rows > STORED_ROWS && rows <= FEW_ROWS => outputs / 2.0 + block,
+            Unpacking::StreamedHalves => outputs / 2.0,
         };
         Some(walk.tensor([outputs, self.inputs, kernel, kernel], false))
     }

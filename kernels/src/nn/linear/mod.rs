@@ -13,6 +13,7 @@ use super::low_rank::FusedLora;
 use super::{BaseLayer, LayerAdapter, LayerKind};
 use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
+use crate::quant::StoredRows;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
 use candle_core::{Device, Shape, Tensor};
@@ -173,11 +174,19 @@ struct FrozenLinear {
 impl FrozenLinear {
     /// The product with a weight whose stored form is read row by row. `None` for other forms.
     fn multiply_few_rows(&self, x: &[f32], shape: &Shape) -> candle_core::Result<Option<(Vec<f32>, Shape)>> {
-        let Weight::Quantized(weight) = &self.weight else {
-            return Ok(None);
-        };
         with_bias(self.bias.as_ref(), |bias| {
-            weight.with_rows(|rows| rows.map(|rows| few_rows::multiply(rows, x, shape, bias)).transpose())?
+            let multiply = |rows: Option<StoredRows<'_>>| {
+                let product = rows.map(|rows| few_rows::multiply(rows, x, shape, bias));
+                product.transpose()
+            };
+            match &self.weight {
+                Weight::Quantized(weight) => weight.with_rows(multiply)?,
+                Weight::Streamed(_) => match self.weight.half_bytes()? {
+                    Some((format, bytes)) => multiply(StoredRows::halves(format, &bytes, self.weight.dims())),
+                    None => Ok(None),
+                },
+                Weight::Plain(_) => Ok(None),
+            }
         })
     }
 }
