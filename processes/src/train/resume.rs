@@ -118,7 +118,10 @@ impl Run<'_> {
         let network = self.process.network.as_ref();
         if let Some(path) = network.and_then(|network| network.pretrained_lora_path.as_deref()) {
             let path = cx.local_path(path)?;
-            self.load_lora(&AdapterFile::open(&path)?, cx)?;
+            let file = AdapterFile::open(&path)?;
+            check_numbers(&file.path)
+                .map_err(|error| EngineError::bad_input(format!("network.pretrained_lora_path: {error}")))?;
+            self.load_lora(&file, cx)?;
             cx.log("info", format!("starting from the weights of {}", path.display()));
         }
         Ok(())
@@ -285,7 +288,10 @@ impl Run<'_> {
                 TrainedParameters::ImageAdapter(_) | TrainedParameters::Decorator(_) => {
                     check_numbers(&path).map(|()| None)
                 }
-                _ => is_adapter.then(|| AdapterFile::open(&path)).transpose(),
+                _ if is_adapter => {
+                    AdapterFile::open(&path).and_then(|file| check_numbers(&file.path).map(|()| Some(file)))
+                }
+                _ => Ok(None),
             };
             let adapter = match read {
                 Ok(adapter) => adapter,

@@ -312,6 +312,53 @@ fn only_the_newest_save_is_read() {
     }
 }
 
+/// Weights that are not finite make every later loss so. A LoRA to start from that has some is refused, and a newest save with some gives way.
+#[test]
+fn weights_that_are_not_finite_are_not_trained_further() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 3);
+    process.save.save_every = Some(1);
+    process.save.max_step_saves_to_keep = 3;
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
+    let (copy, name) = (tempfile::tempdir().unwrap(), "tiny_000000002.safetensors");
+    let folder = copy.path().join("tiny");
+    std::fs::create_dir(&folder).unwrap();
+    for file in ["tiny_000000001.safetensors", name] {
+        std::fs::copy(dir.path().join("out/tiny").join(file), folder.join(file)).unwrap();
+    }
+    let path = folder.join(name);
+    let metadata = AdapterFile::open(&path).unwrap().metadata;
+    let mut saved = tensors(&path);
+    let weight = saved
+        .iter_mut()
+        .find(|(name, _)| name.ends_with("lora_up.weight"))
+        .unwrap()
+        .1;
+    *weight = (weight.ones_like().unwrap() * f64::NAN).unwrap();
+    std::fs::write(&path, safetensors_bytes(&saved, &metadata).unwrap()).unwrap();
+
+    process.training_folder = Some(copy.path().display().to_string());
+    let (_, events) = stop_at(&spec(process.clone()), 1);
+    let logs = logs(&events);
+    assert!(logs.contains("(step 1), with a fresh optimizer"), "{logs}");
+    assert!(
+        logs.contains("lora_up.weight` has numbers that are not finite"),
+        "{logs}"
+    );
+
+    let other = tempfile::tempdir().unwrap();
+    let mut process = trainer(other.path(), 1);
+    process.network.as_mut().unwrap().pretrained_lora_path = Some(path.display().to_string());
+    let Outcome::Failed { cause, message } = run_spec(&spec(process)).0 else {
+        panic!("it was trained");
+    };
+    assert_eq!(cause, FailureCause::BadInput);
+    assert!(
+        message.starts_with("network.pretrained_lora_path: ") && message.contains("not finite"),
+        "{message}"
+    );
+}
+
 #[test]
 fn a_run_that_started_at_a_step_resumes_where_it_was_interrupted() {
     let at_step = |root: &Path| {
