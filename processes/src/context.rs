@@ -128,7 +128,7 @@ impl Context<'_> {
             self.log(
                 "warn",
                 format!(
-                    "{}: {count} names match no layer of this model and are ignored, such as `{first}`",
+                    "{}: names that match no layer of this model and are ignored: {count}, such as `{first}`",
                     path.display()
                 ),
             );

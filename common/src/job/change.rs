@@ -276,6 +276,9 @@ fn set_value(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String>
                 None => Err(format!("there is no `[{index}]` in a list of {count}")),
             }
         }
+        (Step::Key(key), Value::List(_)) if key.parse::<usize>().is_ok() => Err(format!(
+            "an item of a list is named in brackets: `[{key}]`, not `.{key}`"
+        )),
         (Step::Key(key), Value::List(_)) => Err(format!(
             "`{0}` is below an item of a list: name the item, such as `[0].{0}`",
             shorten(key)

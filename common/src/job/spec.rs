@@ -16,7 +16,7 @@ section! {
     pub struct ConfigSection("config") {
         /// Name of the job. It names the folder and the files, and replaces `[name]`.
         name: Option<String> = None, Works, shown "required";
-        /// The processes that the job runs, in order.
+        /// The processes that the job runs, in order. What an earlier process writes is read by another job, with `cluster.after`: the files that a job reads exist before it starts.
         process [required]: Vec<Process> = Vec::new(), Works;
         /// Device to use; ignored.
         device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");

@@ -73,8 +73,14 @@ macro_rules! integers {
                 let number = as_integer(node);
                 let value = number.and_then(|value| Self::try_from(value).ok());
                 if value.is_none() {
-                    match number.is_some_and(|number| number > 0) {
-                        true => cx.wrong_type(node, &format!("a whole number from 0 to {}", Self::MAX)),
+                    // A number that no integer of a config holds was read as a float.
+                    let is_huge = matches!(node.value, Value::Float(value) if value > i64::MAX as f64);
+                    match number.is_some_and(|number| number > 0) || is_huge {
+                        true => {
+                            let largest = i64::try_from(Self::MAX).unwrap_or(i64::MAX);
+                            let to = if $kind.ends_with("from 0") { "to" } else { "up to" };
+                            cx.wrong_type(node, &format!("a {} {to} {largest}", $kind));
+                        }
                         false => cx.wrong_type(node, concat!("a ", $kind)),
                     }
                 }

@@ -354,7 +354,10 @@ impl State {
             return self.retry(changes, id, reason, CountsAsFailure::Yes);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);
-        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(max));
+        let wait = backoff.saturating_mul(1 << doublings).min(max);
+        let (seconds, hours) = (wait.as_secs().max(1), timeout.as_secs().div_ceil(3600));
+        let reason = format!("{reason}; the next try is in {seconds} s, and tries go on for up to {hours} h");
+        self.requeue(changes, id, reason, wait);
     }
 
     /// Requeues a job because object storage did not answer, with exponential backoff. It never counts as a failure of the job. A refusal

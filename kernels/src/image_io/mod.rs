@@ -215,7 +215,8 @@ fn swaps_width_and_height(orientation: Orientation) -> bool {
 }
 
 fn decode_error(error: &image::ImageError) -> String {
-    format!("the image is damaged or cut off: {error}")
+    // Some messages of decoders end with a line end.
+    format!("the image is damaged or cut off: {}", error.to_string().trim_end())
 }
 
 fn bad_file(path: &Path, reason: String) -> EngineError {

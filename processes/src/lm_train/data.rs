@@ -105,8 +105,8 @@ impl Data {
         cx.log(
             "info",
             format!(
-                "{documents} documents of {} tokens in {} rows of up to {context}, {} steps for each epoch; {held_out} documents held out, \
-                 {} rows measured",
+                "documents: {documents}, of {} tokens in {} rows of up to {context}; steps for each epoch: {}; documents held out: {held_out}, in {} \
+                 rows that are measured",
                 self.trained.tokens(),
                 self.trained.len(),
                 self.order.steps_per_epoch(),

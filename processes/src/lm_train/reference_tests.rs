@@ -77,7 +77,7 @@ pub(super) fn check_training_of(reference: &Value, name: &str, steps: u64) {
 
     let events = completed(&config(root, &[&lines[..], &[("train", train)]].concat()));
     let text = logs(&events);
-    assert!(text.contains(&format!("{} documents", case["documents"])), "{text}");
+    assert!(text.contains(&format!("documents: {},", case["documents"])), "{text}");
     for (metric_name, key, tolerance) in [("loss/loss", "losses", 1e-4), ("learning_rate", "rates", 1e-6)] {
         let expected: Vec<f64> = serde_json::from_value(case[key].clone()).unwrap();
         let found = metric(&events, metric_name);

@@ -121,6 +121,12 @@ impl CausalLmConfig {
     /// When it cannot be read, belongs to another kind of model, or has an option that is not supported; the error names it.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
+        if !path.exists() && folder.join("model_index.json").is_file() {
+            return Err(EngineError::model_config(
+                folder,
+                "this is the folder of an image model (it has a model_index.json): name the folder of a language model",
+            ));
+        }
         let value = config::read_json(&path)?;
         let mut config = Self::from_json(value).map_err(|message| EngineError::model_config(path, message))?;
         // As in transformers, the tokens that end a generated text are those of this file, if it has some.
