@@ -64,7 +64,7 @@ pub use image_batches::image_batches;
 pub use img2img::changed_image_sizes;
 pub use language_model_check::check_language_model;
 pub use log_file::LogFile;
-pub use train::{TrainingPreview, check_image_adapter, check_settings, preview};
+pub use train::{TrainingPreview, check_feature_extractor, check_image_adapter, check_settings, preview};
 
 use crate::device::parse_dtype;
 use crate::device::portable::{is_portable, portable};

@@ -10,6 +10,7 @@ mod data;
 mod decorator;
 mod embedding;
 mod event_artifact;
+mod features;
 mod fingerprints;
 mod image_adapter;
 mod image_batches;
@@ -41,6 +42,7 @@ mod validation;
 mod validation_loss;
 mod write;
 
+pub use features::check_feature_extractor;
 pub(super) use image_batches::image_batches;
 pub use preview::{TrainingPreview, preview};
 pub use settings_check::{check_image_adapter, check_settings};
@@ -103,7 +105,7 @@ impl<'a> Run<'a> {
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // The data sets are opened first, so that errors in them are reported within a second.
-        let data = TrainingData::open(process, seed, cx)?;
+        let mut data = TrainingData::open(process, seed, cx)?;
         samples::check_control_images(process, cx)?;
         let negative_prompts = prompts::negative_prompts(process, cx)?;
         let mut validation = Validation::open(process, cx)?;
@@ -174,6 +176,8 @@ impl<'a> Run<'a> {
         let checkpointing =
             Checkpointing::each_block(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         model.set_checkpointing(checkpointing);
+        let device = (&compute.device, checkpointing);
+        let features = features::load(process, &*model, device, cx)?;
         let target = TrainedParameters::new(process, &mut *model, (seed, checkpointing), cx)?;
         let trainer = trainer(process, &target, &memory_options, compute.dtype, seed)?;
         let configured = process.learning_rate();
@@ -200,6 +204,12 @@ impl<'a> Run<'a> {
         let events = tensorboard::event_log(process, &folder.path, cx);
         let metrics = StepRecorder::new(&folder.path, events);
         let images_ahead = ImagesAhead::for_device(&compute.device);
+        if features
+            .as_ref()
+            .is_some_and(|features| features.extractor.sees_pixels())
+        {
+            data.keep_pixels();
+        }
         let mut run = Self {
             process,
             seed,
@@ -229,6 +239,7 @@ impl<'a> Run<'a> {
             first_samples: Vec::new(),
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
+            features,
             learned_snr: options::learns_snr(process).then(SharedLearnedSnr::default),
             validation_is_pending: false,
             has_merged: false,
@@ -417,6 +428,9 @@ mod example_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod families_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod feature_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod flux_tests;

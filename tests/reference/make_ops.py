@@ -160,9 +160,19 @@ def flux_blocks():
             OUT[f"{prefix}/d.weights.{name}"] = parameter.grad
 
 
+def images():
+    for name, size in {"up": (9, 14), "down": (3, 4), "mixed": (8, 5)}.items():
+        for mode in ("bilinear", "bicubic"):
+            case(f"{mode}_{name}", lambda x: F.interpolate(x, size=size, mode=mode, align_corners=False), x=rand(2, 3, 5, 7))
+        case(f"antialiased_{name}", lambda x: F.interpolate(x, size=size, mode="bilinear", align_corners=False, antialias=True), x=rand(2, 3, 5, 7))
+        case(f"aligned_{name}", lambda x: F.interpolate(x, size=size, mode="bilinear", align_corners=True), x=rand(2, 3, 5, 7))
+    case("max_pool", lambda x: F.max_pool2d(x, 2), x=rand(2, 3, 7, 8))
+
+
 def main():
     operations()
     flux_blocks()
+    images()
     save_file({name: tensor.detach().contiguous() for name, tensor in OUT.items()}, FIXTURES / "models" / "ops.safetensors")
 
 

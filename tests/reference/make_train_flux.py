@@ -100,15 +100,20 @@ def predict(pipe, transformer, row, noisy, context, pooled, guidance):
     return pipe._unpack_latents(velocity[:, :length], 8 * height, 8 * width, 8)
 
 
-def loss(pipe, transformer, row, context, pooled, guidance):
+def compared(pipe, transformer, row, context, pooled, guidance):
+    """The velocity and the prediction."""
     x, noise, t = row["latents"].double(), row["noise"].double(), row["timesteps"] / 1000
     share = t.double()[:, None, None, None]
     noisy = (1 - share) * x + share * noise
     prediction = predict(pipe, transformer, row, noisy, context, pooled, guidance)
-    return torch.nn.functional.mse_loss(prediction, noise - x)
+    return noise - x, prediction
 
 
-def train(pipe, options, tensors):
+def loss(*inputs):
+    return torch.nn.functional.mse_loss(*compared(*inputs))
+
+
+def train(pipe, options, tensors, loss=loss):
     transformer = copy.deepcopy(pipe.transformer).requires_grad_(False)
     targets = options.get("targets", [""])
     paths = [path for path in lora_layers(transformer) if any(target in path for target in targets)]

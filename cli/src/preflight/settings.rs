@@ -7,7 +7,7 @@ use crate::paths::expand;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::{JobSpec, ProcessKind};
 use aitk_common::model_files::{Inventory, ModelFileKind, PartPaths, identify};
-use aitk_processes::{check_image_adapter, check_language_model, check_settings};
+use aitk_processes::{check_feature_extractor, check_image_adapter, check_language_model, check_settings};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -42,7 +42,9 @@ fn problems_of(spec: &JobSpec, index: usize, directory: &Path) -> Vec<String> {
         .filter(|parts| model.exists() && aitk_engine::families::check(&model, process.model.arch.name, parts).is_ok());
     let model = parts.as_ref().map(|parts| (model.as_path(), parts));
     let settings = model.and_then(|model| training_problem(process, model, directory));
-    let problems = settings.into_iter().chain(adapter_problem(process, model, directory));
+    let adapter = adapter_problem(process, model, directory);
+    let extractor = extractor_problem(process, model, directory);
+    let problems = settings.into_iter().chain(adapter).chain(extractor);
     problems
         .map(|problem| finding(spec, index, directory, problem))
         .collect()
@@ -68,6 +70,17 @@ fn adapter_problem(process: &TrainerProcess, model: Option<(&Path, &PartPaths)>,
         return None;
     }
     let error = check_image_adapter(process, &path, model).err()?;
+    Some(error.to_string())
+}
+
+/// Why a training cannot compare the features of its feature extractor. `model`: the base model, if it is here.
+fn extractor_problem(process: &TrainerProcess, model: Option<(&Path, &PartPaths)>, directory: &Path) -> Option<String> {
+    let path = expand(process.feature_extractor()?.path, directory, &env);
+    // Pickle files have their error with those of the models.
+    if !path.exists() || matches!(identify(&Inventory::open(&path)), ModelFileKind::Pickle { .. }) {
+        return None;
+    }
+    let error = check_feature_extractor(process, &path, model).err()?;
     Some(error.to_string())
 }
 

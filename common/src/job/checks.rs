@@ -96,6 +96,7 @@ impl TrainerProcess {
         check_targets(self, cx);
         check_compared_images(self, cx);
         self.check_paired_images(cx);
+        self.check_feature_extractor(cx);
         if model.lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.lora_path",
@@ -336,7 +337,12 @@ fn check_images(process: &TrainerProcess, cx: &mut ReadContext) {
 /// Checks that options of flow models, and of latents with 4 channels, are used with such models.
 fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
     let (train, arch) = (&process.train, process.model.arch.name);
+    let extractor = process.feature_extractor();
     let flow_only = [
+        (
+            extractor.is_some(),
+            extractor.map_or("latent_feature_extractor_path", |source| source.key),
+        ),
         (train.t0_loss_target, "t0_loss_target"),
         (train.do_fft_loss, "do_fft_loss"),
         (train.do_signal_amplification, "do_signal_amplification"),

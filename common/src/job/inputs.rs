@@ -40,6 +40,9 @@ impl JobSpec {
                 keys.insert(format!("config.process[{index}].model.assistant_lora_path"));
             }
             if let ProcessKind::Train(process) = &process.kind {
+                for key in process.unopened_feature_extractors() {
+                    keys.insert(format!("config.process[{index}].train.{key}"));
+                }
                 if !matches!(process.negative_prompts(), Some(NegativePrompts::File(_))) {
                     keys.insert(format!("config.process[{index}].train.negative_prompt"));
                 }

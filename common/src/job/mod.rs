@@ -29,6 +29,7 @@ pub mod error;
 pub mod extension;
 pub mod extension_job;
 pub mod extract;
+pub mod feature_extractor;
 mod foreign_keys;
 mod from_json;
 pub mod generate;

@@ -35,6 +35,8 @@ const TRAINER: &[(&str, &str, Keys)] = &[
             ("max_cfg_scale", &["0", "-1"]),
             ("cfg_rescale", &["0", "-1"]),
             ("correct_pred_norm_multiplier", &["0", "-1"]),
+            ("latent_feature_loss_weight", &["0", "-1"]),
+            ("diffusion_feature_extractor_weight", &["0", "-1"]),
             ("paramiter_swapping_factor", &[]),
         ],
     ),

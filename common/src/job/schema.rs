@@ -79,7 +79,7 @@ pub enum InputKind {
     Lora,
     /// A textual inversion.
     Embedding,
-    /// A part of a model that is a folder or a file of its own: a VAE, or an adapter of images (T2I-Adapter, ControlNet).
+    /// A part of a model that is a folder or a file of its own: a VAE, an adapter of images (T2I-Adapter, ControlNet), a feature extractor.
     Vae,
     /// A text file with prompts or words, one per line.
     PromptFile,

@@ -375,6 +375,14 @@ pub(super) fn keys_of_other_losses(train: &TrainConfig) -> Vec<&'static str> {
         (train.do_differential_guidance, "do_differential_guidance"),
         (train.t0_loss_target, "t0_loss_target"),
         (train.do_fft_loss, "do_fft_loss"),
+        (
+            train.latent_feature_extractor_path.is_some(),
+            "latent_feature_extractor_path",
+        ),
+        (
+            train.diffusion_feature_extractor_path.is_some(),
+            "diffusion_feature_extractor_path",
+        ),
         (train.do_signal_amplification, "do_signal_amplification"),
         (train.match_noise_norm, "match_noise_norm"),
         (train.target_norm_std, "target_norm_std"),

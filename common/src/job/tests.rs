@@ -293,7 +293,7 @@ fn json_refuses_comments_and_jsonc_accepts_them() {
 fn unsupported_keys_are_errors_or_warnings_with_their_line() {
     let text = with_line_after(
         "steps: 10",
-        "        latent_feature_extractor_path: a.safetensors\n        loss_type: mean_flow\n        optimizer: automagicexperiment\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
+        "        train_turbo: true\n        loss_type: mean_flow\n        optimizer: automagicexperiment\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
     );
     let job = load_yaml(&text).unwrap();
     let support = job.spec.unsupported();
@@ -302,7 +302,7 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
         .iter()
         .map(|f| (f.key.rsplit("train.").next().unwrap(), f.line.unwrap()))
         .collect();
-    assert!(errors.contains(&("latent_feature_extractor_path", 14)), "{support}");
+    assert!(errors.contains(&("train_turbo", 14)), "{support}");
     assert!(errors.contains(&("loss_type", 15)));
     assert!(errors.contains(&("optimizer", 16)));
     assert_eq!(errors.len(), 3, "{support}");

@@ -229,14 +229,16 @@ section! {
         /// Subtract the mean squared difference from the prediction of the model without the adapter, so that they move apart. A step
         /// takes 1.3 times as long.
         do_prior_divergence: bool = false, Works;
-        /// The network that compares features of the predicted and of the true image: `v3` to `v10`, or a file.
-        latent_feature_extractor_path: Option<String> = None, Refused("aitk has none of the networks whose features are compared (version 3 to 10: SigLIP 2, DINOv3, TIPSv2, Sapiens 2, VGG16), and does not read files of version 1 and 2"), input Model;
+        /// Flow models: the network whose features of the predicted and of the true image are compared, too. `v10` (VGG16, from the repository
+        /// `timm/vgg16.tv_in1k`), or a safetensors file, a folder or a repository with a network of version 1 or 2 or a VGG16. `v3` to `v9` are
+        /// refused.
+        latent_feature_extractor_path: Option<String> = None, Works, input Vae;
         /// Weight of the loss of `latent_feature_extractor_path`.
-        latent_feature_loss_weight: f64 = 1.0, DependsOn("latent_feature_extractor_path");
-        /// Older name of `latent_feature_extractor_path`.
-        diffusion_feature_extractor_path: Option<String> = None, Refused("aitk has none of the networks whose features are compared (version 3 to 10: SigLIP 2, DINOv3, TIPSv2, Sapiens 2, VGG16), and does not read files of version 1 and 2"), input Model;
-        /// Older name of `latent_feature_loss_weight`.
-        diffusion_feature_extractor_weight: Option<f64> = None, DependsOn("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
+        latent_feature_loss_weight: f64 = 1.0, Works;
+        /// Older name of `latent_feature_extractor_path`, with precedence.
+        diffusion_feature_extractor_path: Option<String> = None, Works, input Vae;
+        /// Older name of `latent_feature_loss_weight`, with precedence.
+        diffusion_feature_extractor_weight: Option<f64> = None, Works, shown "`latent_feature_loss_weight`";
 
         /// The negative prompt of `do_cfg`, or a `.txt` file with one per line, of which each item gets one at random. Not with
         /// `cache_text_embeddings` and `unload_text_encoder`.
@@ -471,9 +473,15 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         ),
         ("cfg_rescale", train.cfg_rescale),
         ("img_multiplier", Some(train.img_multiplier)),
+        ("latent_feature_loss_weight", Some(train.latent_feature_loss_weight)),
+        (
+            "diffusion_feature_extractor_weight",
+            train.diffusion_feature_extractor_weight,
+        ),
     ] {
         cx.check_in_range(key, value.unwrap_or(1.0), -MAX_FACTOR..=MAX_FACTOR);
     }
+    train.resolve_feature_extractors();
     cx.check_not_zero("next_sample_timesteps", train.next_sample_timesteps);
     cx.check_not_zero("max_negative_prompts", train.max_negative_prompts);
     cx.check_at_most("max_negative_prompts", train.max_negative_prompts, MAX_NEGATIVE_PROMPTS);
@@ -520,6 +528,7 @@ fn lr_scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
 }
 
 fn check(train: &TrainConfig, path: &str, report: &mut SupportReport) {
+    train.check_feature_extractor(path, report);
     if train.noise_scheduler.is_karras() {
         let message = format!(
             "`{}` is not supported yet: training does not use Karras sigmas, use `ddpm`",

@@ -3,6 +3,7 @@
 
 mod conditions;
 mod decorator;
+mod features;
 mod image_adapter;
 mod layer_ranks;
 mod phases;
@@ -435,7 +436,7 @@ impl<'a> Job<'a> {
             .then(|| self.free_text_encoders(&mut model, backend));
         let sum = |of: fn(&WeightTotals) -> f64| model.weights.iter().map(of).sum::<f64>();
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
-        let weights = weights + self.lora_files(backend);
+        let weights = weights + self.lora_files(backend) + self.feature_extractor_weights(backend);
         let (mut phases, recycled) = match self.kind {
             WorkKind::Generation => {
                 let transient = self.images(&model, &options, backend, &self.generated_sizes());

@@ -1,8 +1,11 @@
 //! The codec of a model: media to latents and back.
 
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::media::{Media, MediaSize};
 use candle_core::Tensor;
+use std::fmt::Debug;
+use std::sync::Arc;
 
 /// Draws normal noise of a shape, in any dtype and on any device.
 pub type DrawNoise<'a> = dyn FnMut(&[usize]) -> Result<Tensor> + 'a;
@@ -36,4 +39,20 @@ pub trait Codec: Send + Sync {
     /// # Errors
     /// When the shapes do not match.
     fn decode(&self, latents: &[Tensor]) -> Result<Vec<Media>>;
+
+    /// A decoder for losses that compare pixels. `None`: the media are no images. `checkpointing`: whether its blocks run again in the backward
+    /// pass.
+    fn pixel_decoder(&self, checkpointing: Checkpointing) -> Option<Arc<dyn PixelDecoder>> {
+        let _ = checkpointing;
+        None
+    }
+}
+
+/// Decodes latents to pixels with gradients.
+pub trait PixelDecoder: Send + Sync + Debug {
+    /// Latents [b, channels, h, w], float32 -> images [b, 3, height, width], float32, about -1 to 1.
+    ///
+    /// # Errors
+    /// When the shapes do not match.
+    fn pixels(&self, latents: &Tensor) -> Result<Tensor>;
 }

@@ -113,6 +113,14 @@ impl Objective for FlowMatch {
         ))
     }
 
+    fn last_level(&self) -> Result<f32> {
+        Ok(match &self.timesteps {
+            FlowTimesteps::Shift(_) | FlowTimesteps::NextSample(..) => 0.0,
+            // As in `stepped_levels`.
+            _ => LEAST_SHARE,
+        })
+    }
+
     fn stepped_levels(&self, noise_draw: &NoiseDraw, image_tokens: usize) -> Result<Vec<f32>> {
         let table = match &self.timesteps {
             FlowTimesteps::Shift(params) => shifted(params, self.noise.table_len as usize, image_tokens)?,

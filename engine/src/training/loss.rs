@@ -1,6 +1,7 @@
 //! The loss of one micro-batch.
 
 use super::comparison::{Comparison, corrected_noise, guided_target, mean_of_items, scaled_to_norm, spread_loss};
+use super::feature_loss::{FeatureInputs, FeatureLoss};
 use super::flow_match::per_item;
 use super::flow_timesteps::TRAIN_TIMESTEPS;
 use super::learned_snr::LearnedWeights;
@@ -116,6 +117,10 @@ pub struct LossInputs {
     pub learned: Option<LearnedWeights>,
     /// The noise level to which [`LossOptions::stepped`] steps, for each item: [`Objective::stepped_levels`].
     pub stepped_levels: Vec<f32>,
+    /// The network whose features of the prediction and of the image are compared, too.
+    pub features: Option<FeatureLoss>,
+    /// The pixels of the images, [b, 3, height, width] from -1 to 1, float32, where `features` sees images.
+    pub pixels: Option<Tensor>,
 }
 
 /// The inputs of one training forward pass.
@@ -377,6 +382,22 @@ impl LatentLoss<'_> {
                 None => difference,
             };
             total = (total + mean_of_items(&difference)?.mean_all()?)?;
+        }
+        if let (Some(features), 0) = (&batch.loss_inputs.features, index) {
+            let noise = match options.target_noise_multiplier == 1.0 {
+                true => noise.clone(),
+                false => (noise * options.target_noise_multiplier)?,
+            };
+            let inputs = FeatureInputs {
+                noisy: noisy.ok_or_else(missing)?,
+                prediction: &prediction,
+                latents,
+                noise: &noise,
+                pixels: batch.loss_inputs.pixels.as_ref(),
+                timesteps: &batch.noise_draw.timesteps,
+                last_level: self.objective.last_level()?,
+            };
+            total = (total + features.compute(&inputs)?)?;
         }
         Ok(total)
     }

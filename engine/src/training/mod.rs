@@ -7,6 +7,7 @@
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
 //! - [`slider_loss`]: the loss of a slider.
 //! - [`PairedBatch`]: the losses of image pairs.
+//! - [`FeatureLoss`]: the loss of features of the predicted and of the true image.
 //! - [`CachedTextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
 mod cached_text_embeddings;
@@ -14,6 +15,7 @@ mod cfg;
 mod comparison;
 mod conditioning_cache;
 mod ddpm;
+mod feature_loss;
 mod flow_match;
 mod flow_timesteps;
 mod latent_options;
@@ -35,6 +37,7 @@ pub use cached_text_embeddings::CachedTextEmbeddings;
 pub use cfg::TrainingCfg;
 pub use conditioning_cache::ConditioningCache;
 pub use ddpm::{Ddpm, SnrWeighting};
+pub use feature_loss::FeatureLoss;
 pub use flow_match::{FlowMatch, step_to};
 pub use flow_timesteps::{FlowShift, FlowTimesteps, FlowWeighting};
 pub use latent_options::{ChannelStatistics, LatentOptions};

@@ -149,6 +149,17 @@ pub trait Objective: Send + Sync + Debug {
         noise_draw: &NoiseDraw,
     ) -> Result<(Tensor, Tensor)>;
 
+    /// The noise level of the last entry of the table of timesteps, from which ai-toolkit steps to the image
+    /// (`latent_feature_extractor_path`).
+    ///
+    /// # Errors
+    /// When the model does not predict the velocity of flow matching.
+    fn last_level(&self) -> Result<f32> {
+        Err(EngineError::Unsupported(
+            "`latent_feature_extractor_path` needs a flow-matching model".into(),
+        ))
+    }
+
     /// The noise level of each item 50 entries of the table of 1000 timesteps further (`loss_type: stepped`).
     ///
     /// # Errors

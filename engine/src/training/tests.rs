@@ -3,6 +3,7 @@
 mod chroma;
 mod decorator;
 mod families;
+mod features;
 mod flow;
 mod flux;
 mod full;

@@ -19,7 +19,7 @@ struct Case {
     run: fn(&[Tensor]) -> Result<Tensor>,
 }
 
-const CASES: [Case; 17] = [
+const CASES: [Case; 19] = [
     Case {
         name: "linear",
         shapes: &[&[2, 5, 24], &[12, 24], &[12]],
@@ -85,6 +85,16 @@ const CASES: [Case; 17] = [
         name: "upsampling to twice the size",
         shapes: &[&[1, 3, 5, 4]],
         run: |x| upsample_nearest(&x[0], 10, 8),
+    },
+    Case {
+        name: "interpolation",
+        shapes: &[&[1, 3, 5, 4]],
+        run: |x| interpolate(&x[0], (9, 3), Interpolation::BilinearAligned),
+    },
+    Case {
+        name: "the largest of four",
+        shapes: &[&[1, 3, 5, 4]],
+        run: |x| max_pool(&x[0]),
     },
     Case {
         name: "modulation",

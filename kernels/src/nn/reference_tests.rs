@@ -142,7 +142,29 @@ fn convolutions_match_pytorch() {
     assert!(conv3d(&x, &w, None, [1, 1], [0, 1]).is_err(), "five taps, three frames");
 }
 
+#[test]
+fn resized_images_match_pytorch() {
+    let reference = Reference::open();
+    for (name, size) in [("up", (9, 14)), ("down", (3, 4)), ("mixed", (8, 5))] {
+        for (mode, interpolation) in [
+            ("bilinear", Interpolation::Bilinear),
+            ("bicubic", Interpolation::Bicubic),
+            ("antialiased", Interpolation::BilinearAntialiased),
+            ("aligned", Interpolation::BilinearAligned),
+        ] {
+            reference.check(&format!("{mode}_{name}"), &["x"], |x| {
+                interpolate(&x[0], size, interpolation)
+            });
+        }
+    }
+    reference.check("max_pool", &["x"], |x| max_pool(&x[0]));
+    let x = reference.get("max_pool", "x", DType::F32);
+    assert!(max_pool(&x.narrow(2, 0, 1).unwrap()).is_err());
+    assert!(interpolate(&x, (0, 3), Interpolation::Bilinear).is_err());
+}
+
 in_portable_mode! {
+    resized_images_match_pytorch,
     norms_and_modulation_match_pytorch,
     rotary_embeddings_match_diffusers,
     grouped_query_attention_and_masks_match_pytorch,

@@ -5,7 +5,7 @@ use super::images_ahead::{BatchNumber, LoadedImage};
 use super::options::{self, caches_captions};
 use crate::data::{
     Batch, Control, Dataset, PreparedImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption,
-    drops_caption, epoch_order, load_control,
+    drops_caption, epoch_order, load_control, load_pixels,
 };
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
@@ -24,6 +24,8 @@ pub(super) struct TrainingData {
     /// Batches of the regularisation sets.
     pub(super) regularisation: Vec<Batch>,
     seed: u64,
+    /// Whether the pixels of each batch are needed beside its latents.
+    keeps_pixels: bool,
     /// A cached count: a number of steps, and how many of them use regularisation images.
     counted_steps: (u64, u64),
 }
@@ -41,6 +43,8 @@ pub(super) struct StepBatch {
 pub(super) struct BatchLatents {
     /// [b, c, h, w] on the CPU.
     pub(super) latents: Tensor,
+    /// [b, 3, h, w] on the CPU, if they are needed.
+    pub(super) pixels: Option<Tensor>,
     /// Left and top edge of the crop of each item, in its scaled image.
     pub(super) crops: Vec<(u32, u32)>,
     /// How the pixels of each item moved.
@@ -83,6 +87,7 @@ impl TrainingData {
             batches,
             regularisation,
             seed,
+            keeps_pixels: false,
             counted_steps: (0, 0),
         };
         let count = |count: usize, one: &str, several: &str| match count {
@@ -100,6 +105,16 @@ impl TrainingData {
         }
         cx.log("info", text);
         Ok(data)
+    }
+
+    /// Keeps the pixels of each batch beside its latents.
+    pub(super) fn keep_pixels(&mut self) {
+        self.keeps_pixels = true;
+    }
+
+    /// Whether the pixels of each batch are needed beside its latents.
+    pub(super) fn keeps_pixels(&self) -> bool {
+        self.keeps_pixels
     }
 
     /// The number of training images, or of regularisation images.
@@ -256,12 +271,22 @@ impl TrainingData {
         let mut out = Vec::with_capacity(batch.items.len());
         if !self.draws_images(batch, pixels) {
             let (in_memory, on_disk) = (options.cache_latents, options.cache_latents_to_disk);
+            let mut kept = Vec::new();
             for (place, item) in self.items_of(batch).enumerate() {
-                let pixels = loaded.get_mut(place).and_then(|loaded| loaded.pixels.take());
+                let mut pixels = loaded.get_mut(place).and_then(|loaded| loaded.pixels.take());
+                if self.keeps_pixels {
+                    let own = match pixels {
+                        Some(pixels) => pixels,
+                        None => load_pixels(item)?,
+                    };
+                    kept.push(own.clone());
+                    pixels = Some(own);
+                }
                 out.push(latents.get(item, pixels, codec, in_memory, on_disk)?);
             }
             return Ok(BatchLatents {
                 latents: Tensor::stack(&out, 0)?,
+                pixels: self.kept(&kept)?,
                 crops: self.items_of(batch).map(|item| item.plan.crop).collect(),
                 moves: vec![Vec::new(); out.len()],
             });
@@ -283,9 +308,16 @@ impl TrainingData {
         }
         Ok(BatchLatents {
             latents: Tensor::stack(&out, 0)?,
+            pixels: self.kept(&images)?,
             crops,
             moves,
         })
+    }
+
+    /// The pixels of a batch, if they are needed beside its latents.
+    fn kept(&self, images: &[Tensor]) -> Result<Option<Tensor>> {
+        let stacked = self.keeps_pixels.then(|| Tensor::stack(images, 0));
+        Ok(stacked.transpose()?)
     }
 
     /// The latents of a batch's images before their `augmentations`, [b, c, h, w] on the CPU, whose crops and `augments` are those of

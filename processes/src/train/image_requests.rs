@@ -34,7 +34,7 @@ impl TrainingData {
                     unaugmented: needs.unaugmented && !options.augmentations.list.is_empty(),
                 });
                 ImageRequest {
-                    image: !needs.drawn && !is_known(item, None),
+                    image: !needs.drawn && (self.keeps_pixels() || !is_known(item, None)),
                     control: control
                         .filter(|control| needs.drawn || !is_known(item, Some(control)))
                         .map(Cow::into_owned),

@@ -83,6 +83,12 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
             "train.learnable_snr_gos: `arch: {arch}` is trained by flow matching, which has no signal-to-noise ratios; remove the key"
         )));
     }
+    if let Some(source) = process.feature_extractor().filter(|_| !arch.is_flow()) {
+        return Err(EngineError::bad_input(format!(
+            "train.{}: `arch: {arch}` is not trained by flow matching, whose velocities lead to the images that are compared; remove the key",
+            source.key
+        )));
+    }
     if let Some((key, why)) = process.train.excluded_by_swapping() {
         return Err(EngineError::bad_input(format!("train.{key}: {why}")));
     }

@@ -15,8 +15,8 @@ use crate::error::Result;
 use crate::families::Model;
 use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::training::{
-    ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, PixelOptions, SharedLearnedSnr,
-    SwappedParameters, Trainer, TrainerOptions,
+    ConditioningCache, FeatureLoss, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, PixelOptions,
+    SharedLearnedSnr, SwappedParameters, Trainer, TrainerOptions,
 };
 use aitk_common::job::lr_factor::lr_factor;
 use aitk_common::job::process::TrainerProcess;
@@ -67,6 +67,8 @@ pub(super) struct Run<'a> {
     pub(super) non_finite_steps: u64,
     /// The images on which the loss is measured now and then.
     pub(super) validation: Option<Arc<Validation>>,
+    /// The network whose features of the predicted and of the true image are compared.
+    pub(super) features: Option<FeatureLoss>,
     /// The learned weights of the loss (`train.learnable_snr_gos`).
     pub(super) learned_snr: Option<SharedLearnedSnr>,
     /// The run was told to stop before it measured the validation loss of its last step; the resumed run does.

@@ -33,6 +33,8 @@ pub(super) struct BatchInputs {
     /// The latents of its control images, or for an adapter their pixels; of the negative images of a slider, or of the pairs of its images, on the device. `None`: it
     /// has none.
     pub(super) control: Option<Tensor>,
+    /// The pixels of its images, [b, 3, h, w] on the device, if their features are compared.
+    pub(super) pixels: Option<Tensor>,
     /// Left and top edge of the crop of each of its images, in the scaled image.
     pub(super) crops: Vec<(u32, u32)>,
     /// How the pixels of each of its images moved, which its mask follows.
@@ -47,6 +49,7 @@ impl BatchInputs {
             .iter_mut()
             .chain(&mut self.control)
             .chain(&mut self.unaugmented)
+            .chain(&mut self.pixels)
         {
             *tensor = Tensor::cat(&[&*tensor, &*tensor], 0)?;
         }
@@ -199,7 +202,12 @@ impl Run<'_> {
         let (batch, codec) = (&step_batch.batch, self.model.codec());
         let number = (step, micro);
         let mut loaded = self.images_ahead.take(number)?.unwrap_or_default();
-        let BatchLatents { latents, crops, moves } = self.data.latents(
+        let BatchLatents {
+            latents,
+            pixels,
+            crops,
+            moves,
+        } = self.data.latents(
             (batch, &mut loaded),
             number,
             &self.pixel_options,
@@ -231,6 +239,7 @@ impl Run<'_> {
             control => control,
         };
         let control = control.map(|control| control.to_device(&device)).transpose()?;
+        let pixels = pixels.map(|pixels| pixels.to_device(&device)).transpose()?;
         let items: Vec<&TrainingImage> = self.data.items_of(&step_batch.batch).collect();
         let noise_seeds = items.iter().map(|item| item.noise_seed());
         let is_differential = process.train.loss_target == LossTarget::DifferentialNoise;
@@ -270,6 +279,7 @@ impl Run<'_> {
             latents: latents.collect::<Result<_>>()?,
             unaugmented: unaugmented.transpose()?,
             control,
+            pixels,
             crops,
             moves,
         };
@@ -516,6 +526,7 @@ impl Run<'_> {
             latents,
             unaugmented,
             control,
+            pixels,
             crops,
             moves,
         }: BatchInputs,
@@ -573,6 +584,8 @@ impl Run<'_> {
             outside_mask,
             unaugmented: unaugmented.map(|unaugmented| vec![unaugmented]),
             learned: self.learned_weights(&noise_draw)?,
+            features: self.features.clone(),
+            pixels,
             stepped_levels: match self.loss.stepped {
                 true => self.objective.stepped_levels(&noise_draw, image_tokens)?,
                 false => Vec::new(),

@@ -210,3 +210,25 @@ fn an_adapter_takes_the_memory_of_its_parameters_and_of_its_passes() {
     let work = control_net.passes() / small.passes();
     assert!((1.2..2.0).contains(&work), "{work} times the work");
 }
+
+/// A VGG16 sees decoded images; a file may have the largest network.
+#[test]
+fn a_loss_of_features_needs_memory_and_work() {
+    let demand = |key: &str, path: &str, checkpointed: bool| {
+        let mut job = lora("flux", 1024, "bf16", 16);
+        let train = job.pointer_mut("/process/0/kind/train/train").unwrap();
+        train["gradient_checkpointing"] = json!(checkpointed);
+        train[key] = json!(path);
+        (gib(&job)[0], Demand::of_job(&job, None, &[]).unwrap().passes())
+    };
+    let path = "latent_feature_extractor_path";
+    let of = |value: &str| demand(path, value, true);
+    let (plain, vgg, file) = (of(""), of("timm/vgg16.tv_in1k"), of("a.safetensors"));
+    println!("{plain:?} {vgg:?} {file:?} {:?}", demand(path, "a.safetensors", false));
+    assert!(vgg.0 > plain.0 + 1.0 && vgg.0 < plain.0 + 16.0, "{plain:?} {vgg:?}");
+    assert!(vgg.1 > plain.1 && file.1 >= vgg.1);
+    assert!(file.0 >= vgg.0 && file.0 < plain.0 + 24.0, "{plain:?} {file:?}");
+    assert!(demand(path, "timm/vgg16.tv_in1k", false).0 > vgg.0);
+    // The older name has precedence.
+    assert_eq!(demand("diffusion_feature_extractor_path", "a.safetensors", true), file);
+}

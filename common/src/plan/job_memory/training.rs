@@ -357,7 +357,15 @@ impl Job<'_> {
         };
         let (mut all_gradients, mut all_forward, mut flops): (f64, f64, f64) = (0.0, peak, 0.0);
         let gradient_width = self.gradient_width(backend);
-        for batch in data {
+        let networks = self.feature_extractors(backend);
+        let networks: Vec<_> = match networks.is_empty() {
+            true => vec![None],
+            false => networks.iter().map(|(network, _)| Some(network)).collect(),
+        };
+        let walks = data
+            .iter()
+            .flat_map(|batch| networks.iter().map(move |network| (batch, *network)));
+        for (batch, network) in walks {
             let walk = Walk::new(backend);
             let items = copies * batch.items;
             let latents = self.latents(&walk, model, batch.size, items);
@@ -379,8 +387,11 @@ impl Job<'_> {
                         (before, one) => one.or(before),
                     };
                 }
+                let predicted = predicted.unwrap_or_else(|| latents.clone());
+                let with_features =
+                    self.with_features(&walk, model, network, [&latents, &predicted], (options, checkpointed));
                 all_forward = all_forward.max(walk.peak());
-                predicted.unwrap_or_else(|| latents.clone())
+                with_features.unwrap_or(predicted)
             });
             all_gradients = all_gradients.max(
                 gradients

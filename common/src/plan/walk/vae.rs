@@ -1,5 +1,6 @@
 //! The steps of the autoencoder, as `engine/src/models/vae`.
 
+use super::block_sequence::BlockSequence;
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::MetaTensor;
@@ -8,6 +9,7 @@ use super::tape::Walk;
 use super::tensors::AttentionOptions;
 use super::unet::{Resnet, downsample, norm, norm_silu};
 use crate::plan::shapes::VaeShapes;
+use std::rc::Rc;
 
 struct Middle {
     resnets: [Resnet; 2],
@@ -66,7 +68,7 @@ struct Coder {
 /// The autoencoder.
 pub(in crate::plan) struct Vae {
     encoder: Coder,
-    decoder: Coder,
+    decoder: Rc<Coder>,
     shapes: VaeShapes,
 }
 
@@ -115,7 +117,7 @@ impl Vae {
         };
         Self {
             encoder: coder(b, true),
-            decoder: coder(b, false),
+            decoder: Rc::new(coder(b, false)),
             shapes: *shapes,
         }
     }
@@ -192,18 +194,95 @@ impl Vae {
 
     fn decode_tile(&self, walk: &Walk, latent: &MetaTensor) -> MetaTensor {
         let side = &self.decoder;
-        let first = walk.conv(&side.conv_in, latent);
-        let mut x = side.middle.forward(walk, &first);
-        drop(first);
-        for (resnets, up) in &side.blocks {
-            for resnet in resnets {
-                x = resnet.forward(walk, &x, None);
-            }
-            if let Some(up) = up {
-                let [batch, channels, height, width] = x.dims;
-                x = walk.conv(up, &walk.upsampled(&x, [batch, channels, 2.0 * height, 2.0 * width]));
-            }
+        let mut x = side.through_middle(walk, latent);
+        for index in 0..side.blocks.len() {
+            x = side.through_block(walk, index, x);
         }
-        walk.conv(&side.conv_out, &norm_silu(walk, side.norm_out, &x))
+        side.to_image(walk, &x)
+    }
+
+    /// Decodes latents for a loss that compares pixels. The tiles of an image are one after another in the tape.
+    pub(in crate::plan) fn decode_with_gradients(
+        &self,
+        walk: &Walk,
+        latents: &MetaTensor,
+        tiled: bool,
+        checkpointed: bool,
+    ) -> Option<MetaTensor> {
+        let scale = self.scale();
+        let [batch, _, height, width] = latents.dims;
+        let size = [height * scale, width * scale];
+        let [tile_height, tile_width] = self.tile(size, tiled);
+        let is_tiled = [tile_height, tile_width] != size;
+        // Tiles overlap by a quarter.
+        let count = |whole: f64, tile: f64| {
+            if is_tiled {
+                (whole / (0.75 * tile)).ceil().max(1.0)
+            } else {
+                1.0
+            }
+        };
+        let tile = [batch, latents.dims[1], tile_height / scale, tile_width / scale];
+        let mut image: Option<MetaTensor> = None;
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let tiles = (count(size[0], tile_height) * count(size[1], tile_width)).min(64.0) as usize;
+        for _ in 0..tiles {
+            let part = match is_tiled {
+                true => walk.rearranged(latents, tile),
+                false => latents.clone(),
+            };
+            let part = self.decode_in_blocks(walk, part, checkpointed)?;
+            let whole = walk.rearranged(&part, [batch, f64::from(self.shapes.out_channels), size[0], size[1]]);
+            image = Some(match (is_tiled, image) {
+                (false, _) => part,
+                (true, Some(image)) => walk.add(&image, &whole),
+                (true, None) => whole,
+            });
+        }
+        image
+    }
+
+    fn decode_in_blocks(&self, walk: &Walk, latents: MetaTensor, checkpointed: bool) -> Option<MetaTensor> {
+        let mut sequence = BlockSequence::default();
+        let x = sequence.input(latents);
+        let side = Rc::clone(&self.decoder);
+        let mut x = sequence.add(&[x], move |walk, inputs| side.through_middle(walk, &inputs[0]));
+        for index in 0..self.decoder.blocks.len() {
+            let side = Rc::clone(&self.decoder);
+            x = sequence.add(&[x], move |walk, inputs| {
+                side.through_block(walk, index, inputs[0].clone())
+            });
+        }
+        let side = Rc::clone(&self.decoder);
+        let image = sequence.add(&[x], move |walk, inputs| side.to_image(walk, &inputs[0]));
+        sequence.run(walk, checkpointed, image)
+    }
+}
+
+/// The steps of a decoder.
+impl Coder {
+    fn through_middle(&self, walk: &Walk, latents: &MetaTensor) -> MetaTensor {
+        let first = walk.conv(&self.conv_in, latents);
+        self.middle.forward(walk, &first)
+    }
+
+    fn through_block(&self, walk: &Walk, index: usize, mut x: MetaTensor) -> MetaTensor {
+        let Some((resnets, up)) = self.blocks.get(index) else {
+            return x;
+        };
+        for resnet in resnets {
+            x = resnet.forward(walk, &x, None);
+        }
+        match up {
+            Some(up) => {
+                let [batch, channels, height, width] = x.dims;
+                walk.conv(up, &walk.upsampled(&x, [batch, channels, 2.0 * height, 2.0 * width]))
+            }
+            None => x,
+        }
+    }
+
+    fn to_image(&self, walk: &Walk, x: &MetaTensor) -> MetaTensor {
+        walk.conv(&self.conv_out, &norm_silu(walk, self.norm_out, x))
     }
 }

@@ -1,11 +1,13 @@
 //! The KL autoencoder as the codec of image models.
 
 use super::AutoencoderKl;
+use crate::checkpointing::Checkpointing;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::media::{Media, MediaSize};
-use crate::models::codec::{Codec, DrawNoise};
+use crate::models::codec::{Codec, DrawNoise, PixelDecoder};
 use candle_core::{DType, Tensor};
+use std::sync::Arc;
 
 impl Codec for AutoencoderKl {
     fn latent_channels(&self) -> Vec<usize> {
@@ -37,8 +39,34 @@ impl Codec for AutoencoderKl {
         let [latents] = latents else {
             return Err(EngineError::Internal("a KL-VAE decodes one latent tensor".into()));
         };
-        let unscaled = ((latents / self.scaling_factor)? + self.shift_factor)?.to_dtype(self.dtype())?;
-        let images = image_io::from_tensor(&AutoencoderKl::decode(self, &unscaled)?)?;
+        let images = image_io::from_tensor(&AutoencoderKl::decode(self, &self.unscaled(latents)?)?)?;
         Ok(images.into_iter().map(Media::Image).collect())
+    }
+
+    fn pixel_decoder(&self, checkpointing: Checkpointing) -> Option<Arc<dyn PixelDecoder>> {
+        let vae = self.clone();
+        Some(Arc::new(VaeDecoder { vae, checkpointing }))
+    }
+}
+
+impl AutoencoderKl {
+    /// Latents as the decoder takes them.
+    fn unscaled(&self, latents: &Tensor) -> candle_core::Result<Tensor> {
+        ((latents / self.scaling_factor)? + self.shift_factor)?.to_dtype(self.dtype())
+    }
+}
+
+/// The decoder with gradients. It shares the weights of its autoencoder.
+#[derive(Clone, Debug)]
+struct VaeDecoder {
+    vae: AutoencoderKl,
+    checkpointing: Checkpointing,
+}
+
+impl PixelDecoder for VaeDecoder {
+    fn pixels(&self, latents: &Tensor) -> Result<Tensor> {
+        let unscaled = self.vae.unscaled(&latents.to_device(self.vae.device())?)?;
+        let images = self.vae.decode_with(&unscaled, self.checkpointing)?;
+        Ok(images.to_dtype(DType::F32)?.to_device(latents.device())?)
     }
 }

@@ -1,11 +1,13 @@
 //! The encoder and the decoder of the autoencoder.
 
 use super::vae_config::VaeConfig;
+use crate::checkpointing::{BlockSequence, Checkpointing};
 use crate::error::Result;
 use crate::models::unet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 use crate::nn::{self, Attention, Conv2d, GroupNorm, Linear};
 use crate::weights::Weights;
 use candle_core::Tensor;
+use std::sync::Arc;
 
 const EPS: f64 = 1e-6;
 
@@ -136,13 +138,14 @@ impl Encoder {
     }
 }
 
+type UpBlock = (Vec<ResnetBlock>, Option<Upsample>);
+
+/// Its blocks are shared with the passes that run them again.
 #[derive(Clone, Debug)]
 pub(super) struct Decoder {
-    conv_in: Conv2d,
-    mid_block: MidBlock,
-    up_blocks: Vec<(Vec<ResnetBlock>, Option<Upsample>)>,
-    conv_norm_out: GroupNorm,
-    conv_out: Conv2d,
+    first: Arc<(Conv2d, MidBlock)>,
+    up_blocks: Vec<Arc<UpBlock>>,
+    last: Arc<(GroupNorm, Conv2d)>,
 }
 
 impl Decoder {
@@ -163,28 +166,61 @@ impl Decoder {
             } else {
                 Some(Upsample::new(&w.pp("upsamplers.0"), channels[i])?)
             };
-            Ok((resnets, up))
+            Ok(Arc::new((resnets, up)))
         });
+        let conv_in = Conv2d::new(&weights.pp("conv_in"), config.latent_channels, first, 3, 1, 1)?;
+        let first = Arc::new((conv_in, MidBlock::new(&weights.pp("mid_block"), config, first)?));
+        let up_blocks = up_blocks.collect::<Result<_>>()?;
+        let norm_out = GroupNorm::new(&weights.pp("conv_norm_out"), config.norm_num_groups, last, EPS)?;
+        let conv_out = Conv2d::new(&weights.pp("conv_out"), last, config.out_channels, 3, 1, 1)?;
         Ok(Self {
-            conv_in: Conv2d::new(&weights.pp("conv_in"), config.latent_channels, first, 3, 1, 1)?,
-            mid_block: MidBlock::new(&weights.pp("mid_block"), config, first)?,
-            up_blocks: up_blocks.collect::<Result<_>>()?,
-            conv_norm_out: GroupNorm::new(&weights.pp("conv_norm_out"), config.norm_num_groups, last, EPS)?,
-            conv_out: Conv2d::new(&weights.pp("conv_out"), last, config.out_channels, 3, 1, 1)?,
+            first,
+            up_blocks,
+            last: Arc::new((norm_out, conv_out)),
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let mut x = self.mid_block.forward(&self.conv_in.forward(x)?)?;
-        for (resnets, up) in &self.up_blocks {
-            for resnet in resnets {
-                x = resnet.forward(&x, None)?;
+    pub(super) fn forward(&self, x: Tensor, checkpointing: Checkpointing) -> candle_core::Result<Tensor> {
+        if checkpointing == Checkpointing::Off {
+            let mut x = into_middle(&self.first, &x)?;
+            for block in &self.up_blocks {
+                x = through_up_block(block, x)?;
             }
-            if let Some(up) = up {
-                let size = (2 * x.dim(2)?, 2 * x.dim(3)?);
-                x = up.forward(&x, size)?;
-            }
+            return to_image(&self.last, &x);
         }
-        self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
+        let mut sequence = BlockSequence::new();
+        let x = sequence.input(x);
+        let first = Arc::clone(&self.first);
+        let mut x = sequence.add("mid_block", [x], move |[x]| into_middle(&first, x));
+        for (i, block) in self.up_blocks.iter().enumerate() {
+            let block = Arc::clone(block);
+            x = sequence.add(format!("up_blocks.{i}"), [x], move |[x]| {
+                through_up_block(&block, x.clone())
+            });
+        }
+        let last = Arc::clone(&self.last);
+        let image = sequence.add("conv_out", [x], move |[x]| to_image(&last, x));
+        sequence.run(checkpointing, image)
     }
+}
+
+fn into_middle((conv_in, mid_block): &(Conv2d, MidBlock), x: &Tensor) -> candle_core::Result<Tensor> {
+    mid_block.forward(&conv_in.forward(x)?)
+}
+
+fn through_up_block((resnets, up): &UpBlock, mut x: Tensor) -> candle_core::Result<Tensor> {
+    for resnet in resnets {
+        x = resnet.forward(&x, None)?;
+    }
+    match up {
+        Some(up) => {
+            let size = (2 * x.dim(2)?, 2 * x.dim(3)?);
+            up.forward(&x, size)
+        }
+        None => Ok(x),
+    }
+}
+
+fn to_image((norm_out, conv_out): &(GroupNorm, Conv2d), x: &Tensor) -> candle_core::Result<Tensor> {
+    conv_out.forward(&norm_out.forward_silu(x)?)
 }

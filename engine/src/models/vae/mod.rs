@@ -9,6 +9,7 @@ mod tests;
 mod tiling;
 mod vae_config;
 
+use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::models::config;
 use crate::nn::Conv2d;
@@ -145,10 +146,15 @@ impl AutoencoderKl {
     /// # Errors
     /// When the shapes do not match.
     pub fn decode(&self, latents: &Tensor) -> Result<Tensor> {
+        self.decode_with(latents, Checkpointing::Off)
+    }
+
+    /// As [`Self::decode`], with blocks that run again in the backward pass where `checkpointing` says so.
+    fn decode_with(&self, latents: &Tensor, checkpointing: Checkpointing) -> Result<Tensor> {
         Ok(
             match self.tiling.filter(|tiling| tiling.is_needed(latents, tiling.latents)) {
-                Some(tiling) => tiling.decode(latents, |tile| self.pixels(tile))?,
-                None => self.pixels(latents)?,
+                Some(tiling) => tiling.decode(latents, |tile| self.pixels(tile, checkpointing))?,
+                None => self.pixels(latents, checkpointing)?,
             },
         )
     }
@@ -161,12 +167,12 @@ impl AutoencoderKl {
         }
     }
 
-    fn pixels(&self, latents: &Tensor) -> candle_core::Result<Tensor> {
+    fn pixels(&self, latents: &Tensor, checkpointing: Checkpointing) -> candle_core::Result<Tensor> {
         let x = match &self.post_quant_conv {
             Some(conv) => conv.forward(latents)?,
             None => latents.clone(),
         };
-        self.decoder.forward(&x)
+        self.decoder.forward(x, checkpointing)
     }
 }
 
