@@ -3,7 +3,7 @@
 //! The weights stay in their files: one tensor at a time is in memory, in float32, with what is made of it
 //! (`processes/src/lm_export`, `kernels/src/weights/gguf_write.rs`).
 
-use super::device_factors::{CPU, Need, Phase};
+use super::device_factors::{CPU_LANGUAGE, Need, Phase};
 use super::json::text;
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
@@ -58,7 +58,7 @@ pub(super) fn memory(body: &Value, counts: Option<ParameterCounts>) -> Option<Me
         has_several_images: false,
     };
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let bytes = need.bytes(&CPU).clamp(0.0, 1e18) as u64;
+    let bytes = need.bytes(&CPU_LANGUAGE).clamp(0.0, 1e18) as u64;
     Some(MemoryNeed::new([[0; 4]; 2], [bytes; 4]))
 }
 

@@ -227,12 +227,12 @@ impl Job<'_> {
         if let Some(side) = validation_side(body) {
             let walk = self.denoising(model, backend, [side, side], 1.0, false, CAPTION_TOKENS);
             phases.push(phase("validation", 0.0, walk.peak()));
-            // Before the first step.
-            phases.push(Phase {
-                name: "encoding validation images",
-                held: 0.0,
-                transient: self.encoding(model, options, backend, [side, side]),
-            });
+            // Before the first step: the network, the optimizer's state and the average exist.
+            phases.push(phase(
+                "encoding validation images",
+                0.0,
+                self.encoding(model, options, backend, [side, side]),
+            ));
         }
         let others = phases.iter().skip(1).map(|phase| phase.transient);
         let first = match checkpointed {
