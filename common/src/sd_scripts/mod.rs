@@ -348,7 +348,10 @@ fn needs_epoch(import: &Import<'_>) -> Option<&'static str> {
 
 fn steps(import: &mut Import<'_>, epoch: Option<u64>) -> u64 {
     if import.settings.whole("max_train_epochs") == Some(0) {
-        import.note("max_train_epochs", "0 is read as not set: max_train_steps counts; sd-scripts would train no step");
+        import.note(
+            "max_train_epochs",
+            "0 is read as not set: max_train_steps counts; sd-scripts would train no step",
+        );
     }
     match (import.whole_from("max_train_epochs", 0, 0), epoch) {
         (0, _) => import.whole_from("max_train_steps", 1, 1600),
