@@ -4,6 +4,8 @@ use super::tests::{images, run_spec, spec};
 use super::*;
 use crate::image_io;
 use crate::testing::fixtures;
+use aitk_common::attempt::Outcome;
+use aitk_common::job::{JobSpec, ProcessKind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 

@@ -4,8 +4,8 @@ use super::*;
 use crate::image_io;
 use crate::testing::single_files::{RawFile, Tensors, ldm_vae, original_tensors, read_tensors, without_weights};
 use crate::testing::{attempt, fixtures, in_own_folder};
-use aitk_common::attempt::ChildEvent;
-use aitk_common::job::{self, LoadOptions};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::job::{self, JobSpec, LoadOptions};
 use candle_core::{Device, safetensors};
 use std::path::{Path, PathBuf};
 
