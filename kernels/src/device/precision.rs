@@ -2,7 +2,7 @@
 //!
 //! On the CPU all tensors are f32, whatever `dtype` a config asks for. With bf16, on a CPU with instructions for it (AVX512-BF16), linear layers and
 //! convolutions round their operands to bfloat16 where they multiply them, and sum in f32, as PyTorch does after
-//! `torch.set_float32_matmul_precision("medium")`. A CPU without them multiplies in f32.
+//! `torch.set_float32_matmul_precision("medium")`. So does attention in its forward pass. A CPU without them multiplies in f32.
 //!
 //! The precision belongs to a thread, as portable mode does: operations choose it on the thread that calls them, in both passes.
 

@@ -279,3 +279,25 @@ fn a_small_change_of_a_lora_is_not_rounded_away() {
     let expected = Tensor::full(16.0f32 + 16.0 * 1e-4, (1, width, 20, 20), &Device::Cpu).unwrap();
     assert_close(&in_bf16(|| layer.forward(&images).unwrap()), &expected, "convolution");
 }
+
+/// Attention rounds its operands too, in the pass that trains as in the pass that generates, unless scores are upcast.
+#[test]
+fn attention_multiplies_in_bf16_unless_scores_are_upcast() {
+    let [q, k, v, probe] = [1, 2, 3, 4].map(|seed| random(seed, &[2, 70, 48]));
+    let attention = Attention::new(3);
+    let run = |attention: Attention<'_>| attention.forward(&q, &k, &v).unwrap();
+    let (in_f32, found) = (run(attention), in_bf16(|| run(attention)));
+    let gap = gap(&found, &in_f32);
+    match has_bf16_products() {
+        true => assert!(gap > 1e-5 && gap < 0.03, "{gap}"),
+        false => assert_eq!(gap, 0.0, "a CPU without the instructions computes in f32"),
+    }
+    let input = Var::from_tensor(&q).unwrap();
+    let trained = in_bf16(|| both_passes(&input, &[], &probe, |q| attention.forward(q, &k, &v).unwrap()));
+    assert_same(&trained[0], &found, "the result while training");
+    let upcast = Attention {
+        upcast: true,
+        ..attention
+    };
+    assert_same(&in_bf16(|| run(upcast)), &in_f32, "upcast scores");
+}

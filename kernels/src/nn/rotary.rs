@@ -123,6 +123,34 @@ impl Rotary {
         })
     }
 
+    /// For any positions, with the cosine and the sine for each pair of features, [positions, width / 2], as a model computes them.
+    ///
+    /// # Errors
+    /// When there are not equally many cosines and sines, or not equally many for each position.
+    pub fn from_tables(
+        positions: usize,
+        cosines: Vec<f32>,
+        sines: Vec<f32>,
+        pairs: RotaryPairs,
+    ) -> candle_core::Result<Self> {
+        let half = cosines.len() / positions.max(1);
+        if cosines.len() != sines.len() || half * positions != cosines.len() {
+            candle_core::bail!(
+                "rotary: {} cosines and {} sines do not fit {positions} positions",
+                cosines.len(),
+                sines.len()
+            );
+        }
+        Ok(Self {
+            cos: Arc::new(cosines),
+            sin: Arc::new(sines),
+            positions,
+            half,
+            pairs,
+            copies: Arc::default(),
+        })
+    }
+
     /// Rotates every head of x [b, positions, heads * width].
     ///
     /// # Errors

@@ -26,22 +26,19 @@ fn bucket(distance: i64, buckets: usize, max_distance: usize) -> u32 {
 /// When the device fails.
 pub(super) fn relative_position_bias(table: &Tensor, length: usize, max_distance: usize) -> Result<Tensor> {
     let (buckets, heads) = table.dims2()?;
-    let positions = 0..length as i64;
-    let ids: Vec<u32> = positions
-        .clone()
-        .flat_map(|query| {
-            positions
-                .clone()
-                .map(move |key| bucket(key - query, buckets, max_distance))
-        })
+    // Heads first: a transposition of the result took a fifth of the time of a layer of T5 XXL.
+    let table = table.t()?.contiguous()?;
+    // The buckets of all distances, from the last query's to the first key up to the first query's to the last key.
+    let farthest = length.saturating_sub(1) as i64;
+    let of_distances: Vec<u32> = (-farthest..=farthest)
+        .map(|distance| bucket(distance, buckets, max_distance))
+        .collect();
+    let ids: Vec<u32> = (0..length)
+        .flat_map(|query| &of_distances[length - 1 - query..2 * length - 1 - query])
+        .copied()
         .collect();
     let ids = Tensor::from_vec(ids, length * length, &Device::Cpu)?.to_device(table.device())?;
-    table
-        .index_select(&ids, 0)?
-        .reshape((length, length, heads))?
-        .permute((2, 0, 1))?
-        .unsqueeze(0)?
-        .contiguous()
+    table.index_select(&ids, 1)?.reshape((1, heads, length, length))
 }
 
 #[cfg(test)]

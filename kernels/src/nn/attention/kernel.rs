@@ -6,9 +6,11 @@
 //! (T. Dao and others, arXiv:2205.14135), the forward pass scales its sums whenever a block has a larger score than
 //! those before it, and the backward pass recomputes the scores.
 
+use super::panels::{LeftPanels, Packed, PackedPairs, PackedRange};
 use crate::nn::cpu::{
-    InitialValue, Kernel, LeftLayout, LeftOperand, Mat, OutputTile, RightOperand, Simd, panel_width, tile,
+    Bf16Kernel, Bf16Simd, InitialValue, Kernel, LeftLayout, Mat, OutputTile, RightOperand, Simd, panel_width, tile,
 };
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// The keys of a block: a multiple of [`Simd::ROWS`] of every instruction set. Fewer where a head has so many features
@@ -59,68 +61,6 @@ pub(super) struct Problem<'a> {
     pub(super) scale: f32,
     pub(super) causal: bool,
     pub(super) bias: Option<Bias<'a>>,
-}
-
-/// The left operand of a product, packed in panels of `S::ROWS` rows, `[rows / ROWS][depth][ROWS]`.
-struct Packed {
-    data: Vec<f32>,
-    rows: usize,
-    depth: usize,
-}
-
-impl Packed {
-    #[inline(always)]
-    fn new<S: Simd>(matrix: Mat<'_>) -> Self {
-        let (rows, depth) = (matrix.rows, matrix.cols);
-        let mut data = vec![0f32; rows * depth];
-        for row in (0..rows).step_by(S::ROWS) {
-            let panel_rows = row..(row + S::ROWS).min(rows);
-            let panel = &mut data[row * depth..][..panel_rows.len() * depth];
-            LeftOperand::pack::<S>(&matrix, panel_rows, 0..depth, panel);
-        }
-        Self { data, rows, depth }
-    }
-
-    /// Computes `out[row - rows.start][0..cols] = initial + self[row] * b` for these rows over `depth`. `rows` begins at a
-    /// multiple of [`Simd::ROWS`] and ends at one or at the last row. `b` is a panel `[depth][width]` from `depth.start` on.
-    #[inline(always)]
-    #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
-    fn times<S: Simd>(&self, part: PackedRange, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
-        let line = panel_width::<S>(cols);
-        let PackedRange { rows: all, depth } = part;
-        assert!(all.start.is_multiple_of(S::ROWS) && (all.end.is_multiple_of(S::ROWS) || all.end == self.rows));
-        assert!(all.end <= self.rows && depth.end <= self.depth);
-        assert!(b.len() >= depth.len() * line && out.len() >= all.len() * line);
-        for row in all.clone().step_by(S::ROWS) {
-            let rows = S::ROWS.min(all.end - row);
-            let a = &self.data[row * self.depth + depth.start * rows..];
-            // SAFETY: the assertions checked `depth` and the lengths of `b` and `out`, each in lines of `line` elements.
-            // `a` begins at this panel of `rows` rows and `self.depth` lines, in line `depth.start`.
-            unsafe {
-                let target = OutputTile {
-                    data: out.as_mut_ptr().add((row - all.start) * line),
-                    stride: line,
-                    cols: line,
-                    initial,
-                };
-                tile::<S>(rows, depth.len(), a.as_ptr(), LeftLayout::Panel, b.as_ptr(), target);
-            }
-        }
-    }
-
-    /// All of the matrix.
-    fn whole(&self) -> PackedRange {
-        PackedRange {
-            rows: 0..self.rows,
-            depth: 0..self.depth,
-        }
-    }
-}
-
-/// Rows and columns of a packed matrix.
-struct PackedRange {
-    rows: Range<usize>,
-    depth: Range<usize>,
 }
 
 impl Problem<'_> {
@@ -265,28 +205,58 @@ fn transpose_scaled(from: &[f32], line: usize, factors: Option<&[f32]>, to: &mut
 }
 
 /// The keys and values of one head, packed for the forward pass.
-pub(super) struct PackedHead {
-    keys: Packed,
-    values: Packed,
+pub(super) struct PackedHead<P> {
+    keys: P,
+    values: P,
 }
 
 /// The kernel that packs the keys and values of a head, each [keys, width].
-pub(super) struct PackHead<'a> {
+pub(super) struct PackHead<'a, P> {
     pub(super) k: Mat<'a>,
     pub(super) v: Mat<'a>,
+    /// How they are packed.
+    pub(super) panels: PhantomData<P>,
 }
 
-impl Kernel for PackHead<'_> {
-    type Output = PackedHead;
-
+impl<P> PackHead<'_, P> {
     #[inline(always)]
-    fn run<S: Simd>(self) -> PackedHead {
+    fn run_with<S: Simd>(self) -> PackedHead<P>
+    where
+        P: LeftPanels<S>,
+    {
         PackedHead {
-            keys: Packed::new::<S>(self.k),
-            values: Packed::new::<S>(self.v.t()),
+            keys: P::new(self.k),
+            values: P::new(self.v.t()),
         }
     }
 }
+
+/// Implements a kernel that is generic over its panels: for products in f32 and in bfloat16.
+macro_rules! kernel_in_both_precisions {
+    ($kernel:ident, $output:ty, $bf16_output:ty) => {
+        impl Kernel for $kernel<'_, Packed> {
+            type Output = $output;
+
+            #[inline(always)]
+            fn run<S: Simd>(self) -> Self::Output {
+                self.run_with::<S>()
+            }
+        }
+
+        impl Bf16Kernel for $kernel<'_, PackedPairs> {
+            type Output = $bf16_output;
+
+            #[inline(always)]
+            fn run<S: Bf16Simd>(self) -> Self::Output {
+                self.run_with::<S>()
+            }
+        }
+    };
+}
+
+kernel_in_both_precisions!(PackHead, PackedHead<Packed>, PackedHead<PackedPairs>);
+kernel_in_both_precisions!(Forward, (), ());
+kernel_in_both_precisions!(Backward, [Vec<f32>; 3], [Vec<f32>; 3]);
 
 /// What the backward pass reads of the softmax of each query.
 pub(super) struct Statistics<T> {
@@ -312,6 +282,8 @@ pub(super) struct Scratch {
     max: Vec<f32>,
     exponentials: Vec<f32>,
     dots: Vec<f32>,
+    /// A right operand in bfloat16.
+    pairs: Vec<u32>,
 }
 
 /// Makes `buffer` this long, with this value everywhere.
@@ -322,22 +294,23 @@ fn refill(buffer: &mut Vec<f32>, length: usize, value: f32) {
 
 /// The kernel of the forward pass, for the queries of one head from `start` on. Writes `y` [queries, width] and the
 /// statistics of these queries.
-pub(super) struct Forward<'a> {
+pub(super) struct Forward<'a, P> {
     pub(super) problem: Problem<'a>,
     /// All queries of the head, [queries, width].
     pub(super) q: Mat<'a>,
-    pub(super) head: &'a PackedHead,
+    pub(super) head: &'a PackedHead<P>,
     pub(super) start: usize,
     pub(super) y: &'a mut [f32],
     pub(super) statistics: Statistics<&'a mut [f32]>,
     pub(super) scratch: &'a mut Scratch,
 }
 
-impl Kernel for Forward<'_> {
-    type Output = ();
-
+impl<P> Forward<'_, P> {
     #[inline(always)]
-    fn run<S: Simd>(self) {
+    fn run_with<S: Simd>(self)
+    where
+        P: LeftPanels<S>,
+    {
         let (p, scratch) = (self.problem, self.scratch);
         let count = self.y.len() / p.width;
         let (wide, size) = (2 * S::LANES, 2 * S::LANES * p.width);
@@ -368,9 +341,10 @@ impl Kernel for Forward<'_> {
                     depth: 0..p.width,
                 };
                 let queries = &scratch.queries[n * size..][..size];
+                let pairs = &mut scratch.pairs;
                 self.head
                     .keys
-                    .times::<S>(part, queries, cols, scores, InitialValue::Zero);
+                    .times(part, queries, cols, (scores, InitialValue::Zero), pairs);
                 p.mask(scores, line, &tile);
                 let values = &mut scratch.sums[n * size..][..p.width * line];
                 let mut sums = Sums {
@@ -384,7 +358,13 @@ impl Kernel for Forward<'_> {
                     depth: keys.clone(),
                 };
                 let values = &self.head.values;
-                values.times::<S>(part, scores, cols, sums.values, InitialValue::Output);
+                values.times(
+                    part,
+                    scores,
+                    cols,
+                    (sums.values, InitialValue::Output),
+                    &mut scratch.pairs,
+                );
             }
         }
         // The exponential of the maximum is 1: the sum is at least 1, unless all keys are masked. Then 0 makes the result zero, and in the
@@ -403,7 +383,9 @@ impl Kernel for Forward<'_> {
 }
 
 /// The kernel of the backward pass of one head. Returns the gradients of q, k and v, each [rows, width].
-pub(super) struct Backward<'a> {
+///
+/// The scores are computed in the precision of the forward pass, so that they match its statistics; the other products are in f32.
+pub(super) struct Backward<'a, P> {
     pub(super) problem: Problem<'a>,
     pub(super) q: Mat<'a>,
     pub(super) k: Mat<'a>,
@@ -413,9 +395,11 @@ pub(super) struct Backward<'a> {
     pub(super) dy: Mat<'a>,
     pub(super) statistics: Statistics<&'a [f32]>,
     pub(super) scratch: &'a mut Scratch,
+    /// How the keys are packed.
+    pub(super) panels: PhantomData<P>,
 }
 
-impl Backward<'_> {
+impl<P> Backward<'_, P> {
     /// Packs what is read of each panel of queries, once for all blocks of keys.
     #[inline(always)]
     fn pack_queries<S: Simd>(&mut self) {
@@ -459,13 +443,12 @@ impl Backward<'_> {
             p.pack_rows::<S>(self.dy, queries, Some(inverse), rows);
         }
     }
-}
-
-impl Kernel for Backward<'_> {
-    type Output = [Vec<f32>; 3];
 
     #[inline(always)]
-    fn run<S: Simd>(mut self) -> [Vec<f32>; 3] {
+    fn run_with<S: Simd>(mut self) -> [Vec<f32>; 3]
+    where
+        P: LeftPanels<S>,
+    {
         self.pack_queries::<S>();
         let (p, scratch) = (self.problem, self.scratch);
         let (wide, size) = (2 * S::LANES, 2 * S::LANES * p.width);
@@ -478,8 +461,8 @@ impl Kernel for Backward<'_> {
         );
         for keys in p.key_blocks() {
             let (k, v) = (self.k.with_rows(keys.clone()), self.v.with_rows(keys.clone()));
-            let (packed_keys, packed_values) = (Packed::new::<S>(k), Packed::new::<S>(v));
-            let keys_transposed = Packed::new::<S>(k.t());
+            let packed_keys = P::new(k);
+            let [packed_values, keys_transposed] = [v, k.t()].map(<Packed as LeftPanels<S>>::new);
             let elements = keys.start * p.width..keys.end * p.width;
             let (dk, dv) = (&mut dk[elements.clone()], &mut dv[elements]);
             for n in 0..panels {
@@ -500,23 +483,22 @@ impl Kernel for Backward<'_> {
                 let dots = &mut scratch.dots[n * wide..][..line];
                 let scores = &mut scratch.scores[..keys.len() * line];
                 let queries = &scratch.queries[n * size..][..size];
-                packed_keys.times::<S>(packed_keys.whole(), queries, cols, scores, InitialValue::Zero);
+                let (all_keys, pairs) = (packed_keys.whole(), &mut scratch.pairs);
+                packed_keys.times(all_keys, queries, cols, (scores, InitialValue::Zero), pairs);
                 p.mask(scores, line, &tile);
                 softmax.exponentials::<S>(scores);
                 p.add_to_keys::<S>(scores, cols, &scratch.gradient_rows[n * rows_size..], dv);
 
                 let score_gradients = &mut scratch.score_gradients[..keys.len() * line];
                 let gradients = &scratch.gradients[n * size..][..size];
-                let whole = packed_values.whole();
-                packed_values.times::<S>(whole, gradients, cols, score_gradients, InitialValue::Zero);
+                packed_values.times_whole::<S>(gradients, cols, score_gradients, InitialValue::Zero);
                 if keys.len() == p.keys {
                     softmax.sum_over_all_keys::<S>(scores, score_gradients, dots);
                 }
                 softmax.score_gradients::<S>(scores, score_gradients, dots);
                 p.add_to_keys::<S>(score_gradients, cols, &scratch.query_rows[n * rows_size..], dk);
                 let sums = &mut scratch.sums[n * size..][..p.width * line];
-                let whole = keys_transposed.whole();
-                keys_transposed.times::<S>(whole, score_gradients, cols, sums, InitialValue::Output);
+                keys_transposed.times_whole::<S>(score_gradients, cols, sums, InitialValue::Output);
             }
         }
         for (n, dq) in dq.chunks_mut(size).enumerate() {

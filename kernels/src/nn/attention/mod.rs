@@ -1,16 +1,21 @@
 //! Scaled dot-product attention.
 //!
 //! On every device, queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5
-//! at 512 pixels) is never in memory; the backward pass recomputes the scores. On a CPU in f32 it reads the result, too.
+//! at 512 pixels) is never in memory; the backward pass recomputes the scores. On a CPU it reads the result, too.
+//!
+//! Where layers of a CPU multiply in bfloat16, the products of the forward pass round their operands to it: queries, keys, values and the
+//! exponentials of the scores. Sums, scores and softmax are f32, and so is the backward pass but for the scores that it recomputes.
 
 mod kernel;
 mod operation;
+mod panels;
 mod sizes;
 mod softmax;
 mod tensors;
 #[cfg(test)]
 mod tests;
 
+use super::cpu;
 use crate::autograd::apply;
 use candle_core::{Device, Tensor};
 use operation::{AttentionOp, Saved};
@@ -70,6 +75,7 @@ impl Attention<'_> {
             causal: self.causal,
             upcast: self.upcast,
             bias: bias.map(|bias| bias.contiguous()).transpose()?,
+            bf16: cpu::bf16_isa().filter(|_| !self.upcast),
             saved: Saved::default(),
         };
         apply([q, k, v], op)

@@ -1,12 +1,14 @@
 //! Attention as an operation; on the CPU parallel over heads and queries.
 
-use super::kernel::{Backward, Forward, PackHead, Problem, Scratch, Statistics};
+use super::kernel::{Backward, Forward, PackHead, PackedHead, Problem, Scratch, Statistics};
+use super::panels::{Packed, PackedPairs};
 use super::sizes::Sizes;
 use super::tensors::{CHUNK_BYTES, Parameters};
 use crate::autograd::{Input, Operation};
-use crate::nn::cpu::{self, run_vectorised};
+use crate::nn::cpu::{self, Bf16Isa, run_bf16_on, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
+use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 pub(super) struct AttentionOp {
@@ -18,6 +20,8 @@ pub(super) struct AttentionOp {
     pub(super) upcast: bool,
     /// As [`Attention::bias`](super::Attention::bias), contiguous.
     pub(super) bias: Option<Tensor>,
+    /// What multiplies bfloat16 numbers on slices; `None`: products are in f32.
+    pub(super) bf16: Option<Bf16Isa>,
     /// What the forward pass on slices leaves for the backward pass.
     pub(super) saved: Saved,
 }
@@ -28,6 +32,48 @@ pub(super) struct Saved {
     /// The statistics of all queries, `[b, heads, queries]`.
     statistics: OnceLock<Statistics<Vec<f32>>>,
     result: OnceLock<Tensor>,
+}
+
+/// The precision of the products on slices.
+trait Precision: Copy + Sync {
+    /// How the left operands are packed.
+    type Panels: Send + Sync;
+
+    fn pack(self, kernel: PackHead<'_, Self::Panels>) -> PackedHead<Self::Panels>;
+    fn forward(self, kernel: Forward<'_, Self::Panels>);
+    fn backward(self, kernel: Backward<'_, Self::Panels>) -> [Vec<f32>; 3];
+}
+
+/// f32.
+#[derive(Clone, Copy)]
+struct InF32;
+
+impl Precision for InF32 {
+    type Panels = Packed;
+
+    fn pack(self, kernel: PackHead<'_, Packed>) -> PackedHead<Packed> {
+        run_vectorised(kernel)
+    }
+    fn forward(self, kernel: Forward<'_, Packed>) {
+        run_vectorised(kernel);
+    }
+    fn backward(self, kernel: Backward<'_, Packed>) -> [Vec<f32>; 3] {
+        run_vectorised(kernel)
+    }
+}
+
+impl Precision for Bf16Isa {
+    type Panels = PackedPairs;
+
+    fn pack(self, kernel: PackHead<'_, PackedPairs>) -> PackedHead<PackedPairs> {
+        run_bf16_on(self, kernel)
+    }
+    fn forward(self, kernel: Forward<'_, PackedPairs>) {
+        run_bf16_on(self, kernel);
+    }
+    fn backward(self, kernel: Backward<'_, PackedPairs>) -> [Vec<f32>; 3] {
+        run_bf16_on(self, kernel)
+    }
 }
 
 /// Queries per task: a few row blocks of the matrix kernel, with any instruction set.
@@ -72,7 +118,12 @@ impl AttentionOp {
     }
 
     /// Computes the result, [b, queries, heads * width], and saves the statistics.
-    fn forward_heads(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
+    fn forward_heads(
+        &self,
+        precision: impl Precision,
+        s: Sizes,
+        [q, k, v]: [&[f32]; 3],
+    ) -> candle_core::Result<Vec<f32>> {
         // First [b, heads, n, width], so that the output of every task is contiguous.
         let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
         if by_head.is_empty() {
@@ -81,9 +132,10 @@ impl AttentionOp {
         let heads: Vec<_> = (0..s.batch * s.kv_heads)
             .into_par_iter()
             .map(|head| {
-                run_vectorised(PackHead {
+                precision.pack(PackHead {
                     k: s.kv_head_matrix(k, head),
                     v: s.kv_head_matrix(v, head),
+                    panels: PhantomData,
                 })
             })
             .collect();
@@ -102,7 +154,7 @@ impl AttentionOp {
             tasks
                 .into_par_iter()
                 .for_each_init(Scratch::default, |scratch, (head, start, y, statistics)| {
-                    run_vectorised(Forward {
+                    precision.forward(Forward {
                         problem: self.problem(s, bias, head),
                         q: s.query_head_matrix(q, head),
                         head: &heads[s.kv_head(head)],
@@ -120,6 +172,7 @@ impl AttentionOp {
 
     /// The gradients of q, k and v of one query head, each [rows, width].
     fn backward_head(
+        precision: impl Precision,
         s: Sizes,
         problem: Problem<'_>,
         head: usize,
@@ -128,7 +181,7 @@ impl AttentionOp {
     ) -> [Vec<f32>; 3] {
         let kv_head = s.kv_head(head);
         let queries = head * s.queries..(head + 1) * s.queries;
-        run_vectorised(Backward {
+        precision.backward(Backward {
             problem,
             q: s.query_head_matrix(inputs.q, head),
             k: s.kv_head_matrix(inputs.k, kv_head),
@@ -140,16 +193,22 @@ impl AttentionOp {
                 inverse: &inputs.statistics.inverse[queries],
             },
             scratch,
+            panels: PhantomData,
         })
     }
 
     /// The gradients of q, k and v, each [b, heads, rows, width].
-    fn backward_heads(&self, s: Sizes, inputs: &BackwardInputs<'_>) -> candle_core::Result<[Vec<f32>; 3]> {
+    fn backward_heads(
+        &self,
+        precision: impl Precision,
+        s: Sizes,
+        inputs: &BackwardInputs<'_>,
+    ) -> candle_core::Result<[Vec<f32>; 3]> {
         let heads: Vec<[Vec<f32>; 3]> = self.with_bias(|bias| {
             (0..s.batch * s.heads)
                 .into_par_iter()
                 .map_init(Scratch::default, |scratch, head| {
-                    Self::backward_head(s, self.problem(s, bias, head), head, inputs, scratch)
+                    Self::backward_head(precision, s, self.problem(s, bias, head), head, inputs, scratch)
                 })
                 .collect()
         })?;
@@ -212,7 +271,12 @@ impl Operation<3> for AttentionOp {
     }
 
     fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
-        Ok((self.forward_heads(self.sizes(shapes)?, q, k, v)?, shapes[0].clone()))
+        let (sizes, qkv) = (self.sizes(shapes)?, [q, k, v]);
+        let y = match self.bf16 {
+            Some(isa) => self.forward_heads(isa, sizes, qkv)?,
+            None => self.forward_heads(InF32, sizes, qkv)?,
+        };
+        Ok((y, shapes[0].clone()))
     }
 
     fn save_result(&self, result: &Tensor) {
@@ -237,7 +301,10 @@ impl Operation<3> for AttentionOp {
                         dy,
                         statistics,
                     };
-                    self.backward_heads(s, &inputs)
+                    match self.bf16 {
+                        Some(isa) => self.backward_heads(isa, s, &inputs),
+                        None => self.backward_heads(InF32, s, &inputs),
+                    }
                 })
             })
         };

@@ -73,10 +73,18 @@ impl LeftOperand for Mat<'_> {
             rows.len() * lines * part / parts,
             rows.len() * lines * (part + 1) / parts,
         );
-        for i in from..to {
-            let (row, line) = (rows.start + i / lines, i % lines);
+        if from == to {
+            return;
+        }
+        // One division for all lines: one for each took 2 % of the time of a product in bfloat16.
+        let (mut row, mut line) = (rows.start + from / lines, from % lines);
+        for _ in from..to {
             let at = row * self.row_stride + depth.start + line * (CACHE_LINE / 4);
             S::prefetch(self.data.as_ptr().wrapping_add(at));
+            line += 1;
+            if line == lines {
+                (row, line) = (row + 1, 0);
+            }
         }
     }
 

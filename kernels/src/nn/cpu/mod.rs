@@ -17,9 +17,11 @@ mod tile;
 mod transposition;
 mod widen;
 
+#[cfg(test)]
+pub(crate) use bf16::available_bf16_isas;
 pub(crate) use bf16::{
-    Bf16Isa, Bf16Left, Bf16Mat, Bf16Product, Bf16Right, Bf16Simd, Bf16Transposed, bf16_isa, pack_left_by_lines,
-    pack_right_by_lines,
+    Bf16Isa, Bf16Kernel, Bf16Left, Bf16Mat, Bf16Product, Bf16Right, Bf16Simd, Bf16Tile, Bf16Transposed, PairPanel,
+    bf16_isa, pack_left_by_lines, pack_lines, pack_right_by_lines, run_bf16_on,
 };
 pub(crate) use elementwise::{Function, map_parallel, map_serial};
 pub(crate) use lines::{BrainHalf, Element, Half};

@@ -16,11 +16,16 @@ use super::product::{SharedOutput, Sizes, sub_range};
 use super::tile::{InitialValue, OutputTile, panel_width};
 use pack::{DEPTH_BLOCK, LEFT_STRIDE};
 use rayon::prelude::*;
-use simd::{Bf16Kernel, run_bf16_on};
-use tile::Bf16Tile;
+use std::marker::PhantomData;
+use tile::PairRows;
 
-pub(crate) use pack::{Bf16Left, Bf16Mat, Bf16Right, Bf16Transposed, pack_left_by_lines, pack_right_by_lines};
-pub(crate) use simd::{Bf16Isa, Bf16Simd, bf16_isa};
+pub(crate) use pack::{
+    Bf16Left, Bf16Mat, Bf16Right, Bf16Transposed, pack_left_by_lines, pack_lines, pack_right_by_lines,
+};
+#[cfg(test)]
+pub(crate) use simd::available_bf16_isas;
+pub(crate) use simd::{Bf16Isa, Bf16Kernel, Bf16Simd, bf16_isa, run_bf16_on};
+pub(crate) use tile::{Bf16Tile, PairPanel};
 
 /// Lines of depth that are packed of one panel of columns before the next panel. Even.
 const PACKED_LINES: usize = 64;
@@ -157,6 +162,7 @@ impl<A: Bf16Left, B: Bf16Right> Bf16Kernel for Block<'_, A, B> {
                             rows: panel_rows.len(),
                             pairs: depth.len().div_ceil(2),
                             a: packed_a.as_ptr(),
+                            layout: PhantomData::<PairRows>,
                             b: packed_b[(col - cols.start) * (longest / 2)..].as_ptr(),
                             target,
                         });

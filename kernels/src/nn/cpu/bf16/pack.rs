@@ -65,12 +65,25 @@ pub(super) trait Rows {
 unsafe fn pack_left<S: Bf16Simd>(from: &impl Rows, rows: Range<usize>, depth: Range<usize>, panel: &mut [u32]) {
     let pairs = depth.len().div_ceil(2);
     for (row, to) in rows.zip(panel.chunks_exact_mut(LEFT_STRIDE)) {
-        let to = &mut to[..pairs];
-        for (n, to) in to.chunks_mut(S::LANES).enumerate() {
-            let first = depth.start + 2 * n * S::LANES;
-            // SAFETY: the caller guarantees that the row has these numbers; `to` has that many pairs.
+        let mut first = depth.start;
+        let mut chunks = to[..pairs].chunks_exact_mut(S::LANES);
+        for to in &mut chunks {
+            let numbers = depth.end - first;
+            // SAFETY: the caller guarantees that the row has these numbers; `to` has `LANES` pairs.
             unsafe {
-                let vector = from.load::<S>(row, first, (depth.end - first).min(2 * S::LANES));
+                let vector = match numbers >= 2 * S::LANES {
+                    true => from.load::<S>(row, first, 2 * S::LANES),
+                    false => from.load::<S>(row, first, numbers),
+                };
+                S::store_pairs(to.as_mut_ptr(), vector, S::LANES);
+            }
+            first += 2 * S::LANES;
+        }
+        let to = chunks.into_remainder();
+        if !to.is_empty() {
+            // SAFETY: as above; `to` has that many pairs.
+            unsafe {
+                let vector = from.load::<S>(row, first, depth.end - first);
                 S::store_pairs(to.as_mut_ptr(), vector, to.len());
             }
         }
@@ -104,8 +117,13 @@ unsafe fn pack_right<S: Bf16Simd>(
             // SAFETY: the caller guarantees that the rows have these numbers. The lines lie inside the panel.
             unsafe {
                 let mut square = [S::round_lanes(S::splat(0.0), S::splat(0.0)); MAX_LANES];
-                for (i, vector) in square.iter_mut().take(S::LANES).enumerate() {
-                    if i < in_range {
+                if in_range == S::LANES && numbers == 2 * S::LANES {
+                    // Of constant length: loads without masks, which almost all squares are.
+                    for (i, vector) in square.iter_mut().take(S::LANES).enumerate() {
+                        *vector = from.load::<S>(cols.start + col + i, first, 2 * S::LANES);
+                    }
+                } else {
+                    for (i, vector) in square.iter_mut().take(in_range).enumerate() {
                         *vector = from.load::<S>(cols.start + col + i, first, numbers);
                     }
                 }
@@ -121,9 +139,9 @@ unsafe fn pack_right<S: Bf16Simd>(
     }
 }
 
-/// Packs lines of `f32`, `[depth][width]`, as a panel of the right operand.
+/// Packs lines of `f32`, `[depth][line_stride]`, as pairs along depth, `[pairs][width]`: a panel of the right operand.
 #[inline(always)]
-fn pack_lines<S: Bf16Simd>(
+pub(crate) fn pack_lines<S: Bf16Simd>(
     lines: &[f32],
     line_stride: usize,
     cols: usize,

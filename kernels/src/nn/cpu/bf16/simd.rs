@@ -91,12 +91,12 @@ fn native_isa() -> Option<Bf16Isa> {
 
 /// All that this CPU can run, the emulation included.
 #[cfg(test)]
-pub(super) fn available_bf16_isas() -> Vec<Bf16Isa> {
+pub(crate) fn available_bf16_isas() -> Vec<Bf16Isa> {
     native_isa().into_iter().chain([Bf16Isa::Emulated]).collect()
 }
 
 /// Runs `kernel` on `isa`.
-pub(super) fn run_bf16_on<K: Bf16Kernel>(isa: Bf16Isa, kernel: K) -> K::Output {
+pub(crate) fn run_bf16_on<K: Bf16Kernel>(isa: Bf16Isa, kernel: K) -> K::Output {
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the CPU has AVX512-BF16 (see `Bf16Isa`).

@@ -7,23 +7,45 @@
 use super::super::tile::{InitialValue, OutputTile, panel_width, store};
 use super::pack::LEFT_STRIDE;
 use super::simd::{Bf16Kernel, Bf16Simd};
+use std::marker::PhantomData;
 
 /// How many lines of a panel are prefetched from the L2 cache.
 const PREFETCHED_LINES: usize = 8;
 
-/// The computation `target = initial + a * b` of a tile with `rows <= S::ROWS` and `target.cols <= 2 * LANES`.
-///
-/// `a` is valid for reads of `rows` rows of `pairs` pairs, [`LEFT_STRIDE`] apart, `b` of `pairs * panel_width(cols)` pairs, and the target for
-/// reads and writes of all its rows; `InitialValue::PerRow` has at least `rows` values.
-pub(super) struct Bf16Tile<'a> {
-    pub(super) rows: usize,
-    pub(super) pairs: usize,
-    pub(super) a: *const u32,
-    pub(super) b: *const u32,
-    pub(super) target: OutputTile<'a>,
+/// The memory layout of the left operand. A type, so that the kernels of each are compiled apart.
+pub(crate) trait PairLayout {
+    /// Whether rows are contiguous, `[rows][LEFT_STRIDE]` ([`LEFT_STRIDE`]), and not lines of depth, `[pairs][rows]`.
+    const ROWS: bool;
 }
 
-impl Bf16Kernel for Bf16Tile<'_> {
+/// `[rows][LEFT_STRIDE]`.
+pub(super) struct PairRows;
+
+impl PairLayout for PairRows {
+    const ROWS: bool = true;
+}
+
+/// `[pairs][rows]`.
+pub(crate) struct PairPanel;
+
+impl PairLayout for PairPanel {
+    const ROWS: bool = false;
+}
+
+/// The computation `target = initial + a * b` of a tile with `rows <= S::ROWS` and `target.cols <= 2 * LANES`.
+///
+/// `a` is valid for reads of `rows` rows of `pairs` pairs in its layout, `b` of `pairs * panel_width(cols)` pairs, and the target for reads and
+/// writes of all its rows; `InitialValue::PerRow` has at least `rows` values.
+pub(crate) struct Bf16Tile<'a, L> {
+    pub(crate) rows: usize,
+    pub(crate) pairs: usize,
+    pub(crate) a: *const u32,
+    pub(crate) layout: PhantomData<L>,
+    pub(crate) b: *const u32,
+    pub(crate) target: OutputTile<'a>,
+}
+
+impl<L: PairLayout> Bf16Kernel for Bf16Tile<'_, L> {
     type Output = ();
 
     #[inline(always)]
@@ -33,9 +55,9 @@ impl Bf16Kernel for Bf16Tile<'_> {
                 match (self.rows, panel_width::<S>(self.target.cols) > S::LANES) {
                     $(
                         // SAFETY: the code that makes a tile guarantees that its pointers are valid.
-                        ($r, true) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 2>(self) },
+                        ($r, true) if $r <= S::ROWS => unsafe { sized_tile::<S, L, $r, 2>(self) },
                         // SAFETY: as above.
-                        ($r, false) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 1>(self) },
+                        ($r, false) if $r <= S::ROWS => unsafe { sized_tile::<S, L, $r, 1>(self) },
                     )*
                     _ => {}
                 }
@@ -47,7 +69,7 @@ impl Bf16Kernel for Bf16Tile<'_> {
 
 /// A tile of `R` rows and `V` vectors per row.
 #[inline(always)]
-unsafe fn sized_tile<S: Bf16Simd, const R: usize, const V: usize>(tile: Bf16Tile<'_>) {
+unsafe fn sized_tile<S: Bf16Simd, L: PairLayout, const R: usize, const V: usize>(tile: Bf16Tile<'_, L>) {
     let Bf16Tile {
         pairs, a, b, target, ..
     } = tile;
@@ -61,18 +83,21 @@ unsafe fn sized_tile<S: Bf16Simd, const R: usize, const V: usize>(tile: Bf16Tile
                 }
             }
         }
-        let sums = accumulate::<S, R, V>(pairs, a, b);
+        let sums = match L::ROWS {
+            true => accumulate::<S, R, V, LEFT_STRIDE, 1>(pairs, a, b),
+            false => accumulate::<S, R, V, 1, R>(pairs, a, b),
+        };
         store::<S, R, V>(sums, target);
     }
 }
 
-/// The sums over depth.
+/// The sums over depth. Rows of the left operand are `ROW` pairs apart, and pairs of a row `PAIR`.
 #[inline(always)]
 #[expect(
     clippy::needless_range_loop,
     reason = "as in the tile of f32: iterators may become calls"
 )]
-unsafe fn accumulate<S: Bf16Simd, const R: usize, const V: usize>(
+unsafe fn accumulate<S: Bf16Simd, const R: usize, const V: usize, const ROW: usize, const PAIR: usize>(
     pairs: usize,
     mut a: *const u32,
     mut b: *const u32,
@@ -89,12 +114,12 @@ unsafe fn accumulate<S: Bf16Simd, const R: usize, const V: usize>(
                 line[v] = S::load_pairs(b.add(v * S::LANES));
             }
             for r in 0..R {
-                let pair = S::splat_pair(a.add(r * LEFT_STRIDE));
+                let pair = S::splat_pair(a.add(r * ROW));
                 for v in 0..V {
                     sums[r][v] = S::dot(sums[r][v], pair, line[v]);
                 }
             }
-            a = a.add(1);
+            a = a.add(PAIR);
             b = b.add(V * S::LANES);
         }
         sums
