@@ -278,13 +278,16 @@ fn a_context_is_as_long_as_memory_positions_and_documents_allow() {
     );
     assert_eq!(stored(root.path())["context"], json!(positions), "{found}");
     // Of a model with more positions, as many as fit; and no more than the longest document needs.
-    for (length, tokens, said) in [
-        (40, 512, "512 tokens, because the longest document has 40"),
-        (700, 708, "708 tokens, because the longest document has 700"),
-        (4000, 768, "768 tokens. With 1 row at a time"),
+    for (packing, length, tokens, said) in [
+        (true, 40, 512, "512 tokens, because the longest document has 40"),
+        // Rows of one document are no longer than it.
+        (false, 40, 48, "48 tokens, because the longest document has 40"),
+        (true, 700, 708, "708 tokens, because the longest document has 700"),
+        (true, 4000, 768, "768 tokens. With 1 row at a time"),
     ] {
         let root = tempfile::tempdir().unwrap();
-        let text = auto_config(root.path(), &[("context", json!("auto"))]);
+        let options = [("context", json!("auto")), ("packing", json!(packing))];
+        let text = auto_config(root.path(), &options);
         let path = root.path().join("model/config.json");
         let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
         config["max_position_embeddings"] = json!(4096);

@@ -48,6 +48,8 @@ pub(super) struct RunFit {
     /// What the checkpoint has from which the run resumes.
     stored: Option<StoredChoice>,
     context: u32,
+    /// The shortest context to which one is shortened that was chosen.
+    least_context: usize,
     choice: Option<TrainingChoice>,
 }
 
@@ -74,6 +76,11 @@ impl RunFit {
             memory: cx.spec.device_memory,
             stored: stored.filter(|_| keys.any()),
             context: keys.context.unwrap_or(0),
+            // Rows that are not packed are never longer than the longest document, and are predicted with the context.
+            least_context: match process.packing {
+                true => MIN_PACKED_CONTEXT,
+                false => MIN_FIM_CONTEXT,
+            } as usize,
             choice: None,
             body,
         };
@@ -152,7 +159,7 @@ impl RunFit {
         if self.keys.context.is_some() || self.stored.is_some() {
             return;
         }
-        let needed = longest.saturating_add(FREE_TOKENS).max(MIN_PACKED_CONTEXT as usize);
+        let needed = longest.saturating_add(FREE_TOKENS).max(self.least_context);
         let needed = u32::try_from(needed).unwrap_or(u32::MAX);
         if needed < self.context {
             let message = format!("context: auto: {needed} tokens, because the longest document has {longest}");
