@@ -66,4 +66,6 @@ pub use img2img::changed_image_sizes;
 pub use language_model_check::check_language_model;
 pub use log_file::LogFile;
 pub use run_job::{run, run_with_requests};
-pub use train::{TrainingPreview, check_feature_extractor, check_image_adapter, check_settings, preview};
+pub use train::{
+    TrainingPreview, check_control_generator, check_feature_extractor, check_image_adapter, check_settings, preview,
+};

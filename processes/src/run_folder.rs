@@ -38,6 +38,11 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(12);
 /// How many checkpoints are kept on disk: the newest, and the one before in case the newest is damaged.
 const KEPT_CHECKPOINTS: usize = 2;
 
+/// The name of a run folder: that of the process, or else the job's.
+fn run_name<'a>(process: Option<&'a str>, job: &'a str) -> &'a str {
+    process.filter(|name| !name.is_empty()).unwrap_or(job)
+}
+
 /// The names of a run folder and of its saves.
 pub(crate) struct FolderNames<'a> {
     /// `training_folder` of the process.
@@ -51,6 +56,12 @@ pub(crate) struct FolderNames<'a> {
 }
 
 impl RunFolder {
+    /// The path of the run folder of a training.
+    pub(super) fn path_of(process: &TrainerProcess, cx: &Context<'_>) -> PathBuf {
+        let root = cx.output_root(process.training_folder.as_deref());
+        root.join(run_name(process.name.as_deref(), &cx.job.name))
+    }
+
     /// Creates and locks the folder and writes the config as the user wrote it: `${VAR}` is not expanded, so that the
     /// file holds no secrets.
     pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
@@ -68,7 +79,7 @@ impl RunFolder {
     pub(crate) fn open_as(names: &FolderNames<'_>, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(names.training_folder);
         let job = cx.job.name.clone();
-        let name = names.name.filter(|n| !n.is_empty()).unwrap_or(&job);
+        let name = run_name(names.name, &job);
         let (stem_key, stem) = names.stem;
         for (key, name) in [("config.name", job.as_str()), ("name", name), (stem_key, stem)] {
             // Job validation checks them too; they are checked again because they become paths here.

@@ -6,6 +6,7 @@
 
 mod adapter_options;
 mod checkpoint;
+mod controls;
 mod data;
 mod decorator;
 mod embedding;
@@ -42,6 +43,7 @@ mod validation;
 mod validation_loss;
 mod write;
 
+pub use controls::check_control_generator;
 pub use features::check_feature_extractor;
 pub(super) use image_batches::image_batches;
 pub use preview::{TrainingPreview, preview};
@@ -105,6 +107,9 @@ impl<'a> Run<'a> {
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // The data sets are opened first, so that errors in them are reported within a second.
+        if !controls::generate(process, cx)? {
+            return Ok(None);
+        }
         let mut data = TrainingData::open(process, seed, cx)?;
         samples::check_control_images(process, cx)?;
         let negative_prompts = prompts::negative_prompts(process, cx)?;
@@ -410,6 +415,9 @@ mod augmentation_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod bf16_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod controls_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod data_tests;

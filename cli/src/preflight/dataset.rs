@@ -105,6 +105,9 @@ pub(super) fn dataset_lines(set: &DatasetReport) -> Vec<String> {
     }
     if let Some(controls) = set.controls {
         counts += &format!(", {controls} with {}", set.controls_noun);
+        if set.controls_to_make > 0 {
+            counts += &format!(" ({} more are made before the training)", set.controls_to_make);
+        }
     }
     lines.push(counts);
     let without_path = |message: String| {

@@ -7,7 +7,9 @@ use crate::paths::expand;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::{JobSpec, ProcessKind};
 use aitk_common::model_files::{Inventory, ModelFileKind, PartPaths, identify};
-use aitk_processes::{check_feature_extractor, check_image_adapter, check_language_model, check_settings};
+use aitk_processes::{
+    check_control_generator, check_feature_extractor, check_image_adapter, check_language_model, check_settings,
+};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -44,7 +46,8 @@ fn problems_of(spec: &JobSpec, index: usize, directory: &Path) -> Vec<String> {
     let settings = model.and_then(|model| training_problem(process, model, directory));
     let adapter = adapter_problem(process, model, directory);
     let extractor = extractor_problem(process, model, directory);
-    let problems = settings.into_iter().chain(adapter).chain(extractor);
+    let controls = control_generator_problems(process, directory);
+    let problems = settings.into_iter().chain(adapter).chain(extractor).chain(controls);
     problems
         .map(|problem| finding(spec, index, directory, problem))
         .collect()
@@ -75,13 +78,31 @@ fn adapter_problem(process: &TrainerProcess, model: Option<(&Path, &PartPaths)>,
 
 /// Why a training cannot compare the features of its feature extractor. `model`: the base model, if it is here.
 fn extractor_problem(process: &TrainerProcess, model: Option<(&Path, &PartPaths)>, directory: &Path) -> Option<String> {
-    let path = expand(process.feature_extractor()?.path, directory, &env);
+    let source = process.feature_extractor()?;
+    let path = expand(source.path, directory, &env);
+    let second = source.second.map(|path| expand(path, directory, &env));
     // Pickle files have their error with those of the models.
-    if !path.exists() || matches!(identify(&Inventory::open(&path)), ModelFileKind::Pickle { .. }) {
+    let is_readable =
+        |path: &PathBuf| path.exists() && !matches!(identify(&Inventory::open(path)), ModelFileKind::Pickle { .. });
+    if !is_readable(&path) || !second.iter().all(is_readable) {
         return None;
     }
-    let error = check_feature_extractor(process, &path, model).err()?;
+    let error = check_feature_extractor(process, (&path, second.as_deref()), model).err()?;
     Some(error.to_string())
+}
+
+/// Why networks cannot make the control images of a training.
+fn control_generator_problems(process: &TrainerProcess, directory: &Path) -> Vec<String> {
+    let sources = process.control_generators();
+    let problems = sources.filter_map(|source| {
+        let path = expand(source.path, directory, &env);
+        // Pickle files have their error with those of the models.
+        if !path.exists() || matches!(identify(&Inventory::open(&path)), ModelFileKind::Pickle { .. }) {
+            return None;
+        }
+        Some(check_control_generator(&source, &path).err()?.to_string())
+    });
+    problems.collect()
 }
 
 /// Why a process of a language model cannot start. Paths that do not exist are reported elsewhere.

@@ -80,7 +80,8 @@ impl TrainerProcess {
             if dataset.control_key().is_none() {
                 cx.error_at(
                     &format!("datasets[{index}]"),
-                    "an adapter learns from control images: add `control_path`, a folder with a file of the same stem for each image",
+                    "an adapter learns from control images: add `control_path`, a folder with a file of the same stem for each image, or \
+                     `controls`",
                 );
             }
         }

@@ -82,11 +82,11 @@ impl TrainerProcess {
                 );
             }
         }
-        let has_masks = |set: &DatasetConfig| set.mask_path.is_some() || set.alpha_mask;
+        let has_masks = |set: &DatasetConfig| set.mask_key().is_some();
         if train.inverted_mask_prior && !self.kind.is_slider() && !self.datasets.iter().any(has_masks) {
             cx.warn_at(
                 "train.inverted_mask_prior",
-                "has no effect: no data set has masks (`mask_path` or `alpha_mask`)",
+                "has no effect: no data set has masks (`mask_path`, `alpha_mask`, or `mask` in `controls`)",
             );
         }
         self.check_merge(cx);

@@ -199,8 +199,15 @@ section! {
         control_transparent_color: Rgb = Rgb([0, 0, 0]), Works;
         /// False: control images are resized to 512x512, then to the size of their images, and neither flipped nor cropped.
         full_size_control_images: bool = true, Works;
-        /// Controls to generate: `depth`, `line`, `pose`, `inpaint`, `mask`, `sapiens2_mask`.
-        controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("aitk runs no models that make depth maps, poses or masks; make them beforehand and name their folder in `control_path`");
+        /// What is in the folder `_controls` beside each image `NAME`, as `_controls/NAME.TYPE.jpg` (or `.jpeg`, `.png`, `.webp`): its control image
+        /// (`depth`, `line` or `pose`; FLUX.1 Kontext, `adapter`), and its loss mask (`mask` or `sapiens2_mask`). Files of `depth` and `line` that
+        /// are missing are made. See docs/datasets.md.
+        controls: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Ours: the network that makes files of `depth`: a folder with `config.json`, or a repository of transformers' Depth Anything V2.
+        /// Empty: files that are missing are an error.
+        depth_estimator: Option<String> = None, Works, shown "with `controls: depth` `depth-anything/Depth-Anything-V2-Large-hf`", input Vae;
+        /// Ours: the network that makes files of `line`: TEED as a safetensors file. Without it files that are missing are an error.
+        line_detector: Option<String> = None, Works, input Vae;
         /// Images whose transparency marks the region to inpaint.
         inpaint_path: Option<String> = None, Refused("only models that aitk does not run (Flex.2) are trained to inpaint"), input ControlImages;
         /// Folder of loss masks, matched to images by stem: white is full weight; the weights are scaled to 1 on average over a
@@ -264,6 +271,7 @@ section! {
 fn check(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
     check_augmentations(dataset, path, report);
     check_drawn_controls(dataset, path, report);
+    dataset.check_controls(path, report);
     if let Some((key, why)) = dataset.excluded_by_random_crop() {
         report.error(join(path, key), why);
     }
@@ -312,10 +320,8 @@ fn check_augmentations(dataset: &DatasetConfig, path: &str, report: &mut Support
         path,
         report,
     );
-    let follows = dataset.control_key().is_some()
-        || dataset.unconditional_path.is_some()
-        || dataset.mask_path.is_some()
-        || dataset.alpha_mask;
+    let follows =
+        dataset.control_key().is_some() || dataset.unconditional_path.is_some() || dataset.mask_key().is_some();
     let shifts = |entry: &serde_json::Value| entry.get("method").is_some_and(|name| name == "ShiftScaleRotate");
     if follows && dataset.replay_transforms && entries.iter().any(shifts) {
         report.error(
@@ -393,6 +399,8 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         dataset.control_path = OneOrMany(ui);
     }
     dataset.control_path.0.retain(|path| !path.is_empty());
+    dataset.finish_controls(cx);
+    cx.check_item_count("controls", dataset.controls.len(), MAX_CONTROL_FOLDERS);
     cx.check_item_count("excluded_images", dataset.excluded_images.len(), MAX_EXCLUDED_IMAGES);
     cx.check_item_count("control_path", dataset.control_path.len(), MAX_CONTROL_FOLDERS);
     for path in [
@@ -510,8 +518,14 @@ impl DatasetConfig {
         non_empty.cloned().collect()
     }
 
-    /// The key that gives the first control folder, if there is one.
+    /// The key that gives the images control images, if there is one.
     pub(super) fn control_key(&self) -> Option<&'static str> {
+        self.folder_control_key()
+            .or(self.condition_type().is_some().then_some("controls"))
+    }
+
+    /// As [`Self::control_key`], without `controls`.
+    pub(super) fn folder_control_key(&self) -> Option<&'static str> {
         let numbered = [
             (&self.control_path_1, "control_path_1"),
             (&self.control_path_2, "control_path_2"),
@@ -547,6 +561,7 @@ impl DatasetConfig {
             (self.mask_path.is_some(), "mask_path", fixed),
             (self.alpha_mask, "alpha_mask", fixed),
             (!self.control_path.is_empty(), "control_path", fixed),
+            (self.control_types().next().is_some(), "controls", fixed),
             (self.unconditional_path.is_some(), "unconditional_path", fixed),
             (self.control_from_same_folder, "control_from_same_folder", fixed),
             (self.size.is_some(), "size", squares),

@@ -2,14 +2,41 @@
 //! and what it needs.
 
 use super::process::TrainerProcess;
-use super::schema::{ReadContext, SupportReport, join};
+use super::schema::ReadContext;
 use super::train::TrainConfig;
 
 /// The repository with the VGG16 of torchvision, on which LPIPS is based.
 pub const VGG16_REPOSITORY: &str = "timm/vgg16.tv_in1k";
 
+/// The repository with the SigLIP 2 of version 3, for square images.
+pub const SIGLIP2_SQUARE_REPOSITORY: &str = "google/siglip2-so400m-patch16-512";
+
+/// The repository with the SigLIP 2 of versions 4 and 5, for images of any shape.
+pub const SIGLIP2_NAFLEX_REPOSITORY: &str = "google/siglip2-so400m-patch16-naflex";
+
+/// The repository with the DINOv3 of version 6. Its owner grants access on request.
+pub const DINOV3_REPOSITORY: &str = "facebook/dinov3-vith16plus-pretrain-lvd1689m";
+
+/// The repository with the heads of the TIPSv2 of versions 7 and 8.
+pub const TIPS_REPOSITORY: &str = "google/tipsv2-b14-dpt";
+
+/// The repository with the vision transformer of the TIPSv2 of versions 7 and 8.
+pub const TIPS_ENCODER_REPOSITORY: &str = "google/tipsv2-b14";
+
+/// The repository with the Sapiens 2 of version 9.
+pub const SAPIENS_REPOSITORY: &str = "facebook/sapiens2-pretrain-1b";
+
 /// The key, and the older name that has precedence.
 const KEYS: [&str; 2] = ["latent_feature_extractor_path", "diffusion_feature_extractor_path"];
+
+/// The key of a second network.
+const SECOND_KEY: &str = "latent_feature_extractor_second_path";
+
+/// The key of what version 8 does.
+const PARTIAL_STEP_KEY: &str = "latent_feature_extractor_partial_step";
+
+/// The version that compares images after a small step.
+const PARTIAL_STEP_VERSION: &str = "v8";
 
 /// Where a feature extractor is, and the weight of its loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,8 +45,34 @@ pub struct FeatureExtractorSource<'a> {
     pub key: &'static str,
     /// A file, a folder or a repository.
     pub path: &'a str,
+    /// Where a second network is, which some have.
+    pub second: Option<&'a str>,
+    /// Whether images after a small step are compared.
+    pub partial_step: bool,
     /// The weight of its loss.
     pub weight: f64,
+}
+
+/// The repository of the network of a version.
+fn repository_of(version: &str) -> Option<&'static str> {
+    match version {
+        "v3" => Some(SIGLIP2_SQUARE_REPOSITORY),
+        "v4" | "v5" => Some(SIGLIP2_NAFLEX_REPOSITORY),
+        "v6" => Some(DINOV3_REPOSITORY),
+        "v7" | PARTIAL_STEP_VERSION => Some(TIPS_REPOSITORY),
+        "v9" => Some(SAPIENS_REPOSITORY),
+        "v10" => Some(VGG16_REPOSITORY),
+        _ => None,
+    }
+}
+
+/// The repository of the second network of a version, if it has two.
+fn second_repository_of(version: &str) -> Option<&'static str> {
+    match version {
+        "v3" => Some(VGG16_REPOSITORY),
+        "v7" | PARTIAL_STEP_VERSION => Some(TIPS_ENCODER_REPOSITORY),
+        _ => None,
+    }
 }
 
 impl TrainConfig {
@@ -38,6 +91,8 @@ impl TrainConfig {
         Some(FeatureExtractorSource {
             key,
             path,
+            second: self.latent_feature_extractor_second_path.as_deref(),
+            partial_step: self.latent_feature_extractor_partial_step,
             weight: self
                 .diffusion_feature_extractor_weight
                 .unwrap_or(self.latent_feature_loss_weight),
@@ -46,36 +101,21 @@ impl TrainConfig {
 
     /// Replaces the names of versions by the repositories of their networks.
     pub(super) fn resolve_feature_extractors(&mut self) {
+        if let Some(source) = self.feature_extractor() {
+            let second = source.second.or_else(|| second_repository_of(source.path));
+            let second = second.map(ToOwned::to_owned);
+            let partial_step = source.partial_step || source.path == PARTIAL_STEP_VERSION;
+            self.latent_feature_extractor_second_path = second;
+            self.latent_feature_extractor_partial_step = partial_step;
+        }
         for path in [
             &mut self.latent_feature_extractor_path,
             &mut self.diffusion_feature_extractor_path,
         ] {
-            if path.as_deref() == Some("v10") {
-                *path = Some(VGG16_REPOSITORY.to_owned());
+            if let Some(repository) = path.as_deref().and_then(repository_of) {
+                *path = Some(repository.to_owned());
             }
         }
-    }
-
-    /// Reports a version whose network this release does not have.
-    pub(super) fn check_feature_extractor(&self, path: &str, report: &mut SupportReport) {
-        let Some(source) = self.feature_extractor() else {
-            return;
-        };
-        let network = match source.path {
-            "v3" | "v4" | "v5" => "SigLIP 2",
-            "v6" => "DINOv3",
-            "v7" | "v8" => "TIPSv2",
-            "v9" => "Sapiens 2",
-            _ => return,
-        };
-        report.unsupported(
-            join(path, source.key),
-            format!(
-                "`{}` is not supported yet: aitk does not have its network, {network}. What works: `v10` (VGG16), or a safetensors file of \
-                 version 1 or 2",
-                source.path
-            ),
-        );
     }
 }
 
@@ -89,7 +129,8 @@ impl TrainerProcess {
     /// The keys of `train` whose paths are not opened.
     pub(super) fn unopened_feature_extractors(&self) -> impl Iterator<Item = &'static str> + use<> {
         let opened = self.feature_extractor().map(|source| source.key);
-        KEYS.into_iter().filter(move |key| Some(*key) != opened)
+        let second = opened.is_none().then_some(SECOND_KEY);
+        KEYS.into_iter().filter(move |key| Some(*key) != opened).chain(second)
     }
 
     /// Warns of a path that another one replaces.
@@ -101,6 +142,17 @@ impl TrainerProcess {
                 &format!("train.{own}"),
                 format!("has no effect together with `{older}`, its older name, as in ai-toolkit"),
             );
+        }
+        if train.feature_extractor().is_some() {
+            return;
+        }
+        for (key, is_set) in [
+            (SECOND_KEY, train.latent_feature_extractor_second_path.is_some()),
+            (PARTIAL_STEP_KEY, train.latent_feature_extractor_partial_step),
+        ] {
+            if is_set {
+                cx.warn_at(&format!("train.{key}"), format!("has no effect without `{own}`"));
+            }
         }
     }
 }
@@ -116,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_older_names_have_precedence_and_v10_is_a_repository() {
+    fn the_older_names_have_precedence_and_versions_are_repositories() {
         let read = |lines: &str| load_yaml(&config(lines)).unwrap();
         let source = |lines: &str| {
             let job = read(lines);
@@ -147,28 +199,70 @@ mod tests {
         let paths: Vec<String> = job.spec.inputs().into_iter().map(|input| input.config_path).collect();
         assert!(paths.contains(&"b.safetensors".to_owned()), "{paths:?}");
         assert!(!paths.contains(&super::VGG16_REPOSITORY.to_owned()), "{paths:?}");
-        let inputs = read(&format!("{own}: v10")).spec.inputs();
-        let input = inputs.iter().find(|input| input.key.ends_with(own)).unwrap();
-        assert!(input.may_be_repository(), "{input:?}");
+        for (version, repository) in [
+            ("v3", super::SIGLIP2_SQUARE_REPOSITORY),
+            ("v4", super::SIGLIP2_NAFLEX_REPOSITORY),
+            ("v5", super::SIGLIP2_NAFLEX_REPOSITORY),
+            ("v6", super::DINOV3_REPOSITORY),
+            ("v7", super::TIPS_REPOSITORY),
+            ("v8", super::TIPS_REPOSITORY),
+            ("v9", super::SAPIENS_REPOSITORY),
+            ("v10", super::VGG16_REPOSITORY),
+        ] {
+            let job = read(&format!("{own}: {version}"));
+            assert!(job.spec.unsupported().errors.is_empty(), "{version}");
+            let process = job.spec.process[0].trainer().unwrap();
+            assert_eq!(process.feature_extractor().unwrap().partial_step, version == "v8");
+            let inputs = job.spec.inputs();
+            let input = inputs.iter().find(|input| input.key.ends_with(own)).unwrap();
+            assert!(
+                input.may_be_repository() && input.config_path == repository,
+                "{input:?}"
+            );
+        }
     }
 
     #[test]
-    fn versions_without_a_network_and_diffusion_models_are_refused() {
-        for (name, network) in [
-            ("v3", "SigLIP 2"),
-            ("v6", "DINOv3"),
-            ("v8", "TIPSv2"),
-            ("v9", "Sapiens 2"),
-        ] {
-            let job = load_yaml(&config(&format!("diffusion_feature_extractor_path: {name}"))).unwrap();
-            let errors = job.spec.unsupported().errors;
-            assert_eq!(errors.len(), 1, "{errors:?}");
-            assert!(errors[0].key.ends_with("diffusion_feature_extractor_path"));
-            assert!(
-                errors[0].message.contains(network) && errors[0].message.contains("v10"),
-                "{errors:?}"
-            );
-        }
+    fn a_version_with_two_networks_has_two_inputs() {
+        let second = |lines: &str| {
+            let job = load_yaml(&config(lines)).unwrap();
+            let inputs = job.spec.inputs().into_iter();
+            let paths = inputs.filter(|input| input.key.ends_with(super::SECOND_KEY));
+            let warned = job
+                .warnings
+                .iter()
+                .any(|warning| warning.key.ends_with(super::SECOND_KEY));
+            (paths.map(|input| input.config_path).collect::<Vec<_>>(), warned)
+        };
+        let own = "latent_feature_extractor_path";
+        assert_eq!(
+            second(&format!("{own}: v3")),
+            (vec![super::VGG16_REPOSITORY.into()], false)
+        );
+        assert_eq!(
+            second("diffusion_feature_extractor_path: v3"),
+            (vec![super::VGG16_REPOSITORY.into()], false)
+        );
+        assert_eq!(
+            second(&format!("{own}: v3\n{}: a.safetensors", super::SECOND_KEY)),
+            (vec!["a.safetensors".into()], false)
+        );
+        assert_eq!(
+            second(&format!("{own}: v8")),
+            (vec![super::TIPS_ENCODER_REPOSITORY.into()], false)
+        );
+        assert_eq!(second(&format!("{own}: v4")), (vec![], false));
+        assert_eq!(second(&format!("{}: a.safetensors", super::SECOND_KEY)), (vec![], true));
+        let alone = load_yaml(&config(&format!("{}: true", super::PARTIAL_STEP_KEY))).unwrap();
+        let warned = alone
+            .warnings
+            .iter()
+            .any(|warning| warning.key.ends_with(super::PARTIAL_STEP_KEY));
+        assert!(warned, "{:?}", alone.warnings);
+    }
+
+    #[test]
+    fn diffusion_models_are_refused() {
         let text = config("latent_feature_extractor_path: v10").replace("arch: flux", "arch: sdxl");
         let error = load_yaml(&text).unwrap_err().to_string();
         assert!(

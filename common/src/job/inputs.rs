@@ -54,6 +54,9 @@ impl JobSpec {
                 _ => continue,
             };
             for (number, dataset) in datasets.iter().enumerate() {
+                for key in dataset.unopened_control_generators() {
+                    keys.insert(format!("config.process[{index}].datasets[{number}].{key}"));
+                }
                 let unopened = [
                     ("folder_path", dataset.dataset_path.is_some()),
                     // The image's alpha channel wins.

@@ -16,6 +16,7 @@ mod checks;
 pub mod cluster;
 mod compound;
 mod control_images;
+pub mod controls;
 pub mod dataset;
 mod declare;
 pub mod decorator;

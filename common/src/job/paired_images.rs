@@ -183,6 +183,7 @@ fn ineffective_of_set(set: &DatasetConfig, guidance: GuidanceType) -> impl Itera
     [
         (set.mask_path.is_some() && ignores_masks, "mask_path"),
         (set.alpha_mask && ignores_masks, "alpha_mask"),
+        (set.mask_type().is_some() && ignores_masks, "controls"),
         (set.prior_reg, "prior_reg"),
         (set.loss_multiplier != 1.0, "loss_multiplier"),
     ]

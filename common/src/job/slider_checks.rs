@@ -321,6 +321,7 @@ fn warn_of_ineffective_datasets(process: &TrainerProcess, cx: &mut ReadContext) 
         let keys = [
             (dataset.mask_path.is_some(), "mask_path"),
             (dataset.alpha_mask, "alpha_mask"),
+            (dataset.mask_type().is_some(), "controls"),
             (dataset.prior_reg, "prior_reg"),
             (dataset.is_reg, "is_reg"),
             (*dataset.network_weight != 1.0, "network_weight"),

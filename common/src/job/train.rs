@@ -229,10 +229,18 @@ section! {
         /// Subtract the mean squared difference from the prediction of the model without the adapter, so that they move apart. A step
         /// takes 1.3 times as long.
         do_prior_divergence: bool = false, Works;
-        /// Flow models: the network whose features of the predicted and of the true image are compared, too. `v10` (VGG16, from the repository
-        /// `timm/vgg16.tv_in1k`), or a safetensors file, a folder or a repository with a network of version 1 or 2 or a VGG16. `v3` to `v9` are
-        /// refused.
+        /// Flow models: the network whose features of the predicted and of the true image are compared, too: `v3` (SigLIP 2 and VGG16, from the
+        /// repositories `google/siglip2-so400m-patch16-512` and `timm/vgg16.tv_in1k`), `v4` or `v5` (SigLIP 2,
+        /// `google/siglip2-so400m-patch16-naflex`), `v6` (DINOv3, `facebook/dinov3-vith16plus-pretrain-lvd1689m`), `v7` or `v8` (TIPSv2,
+        /// `google/tipsv2-b14-dpt` and `google/tipsv2-b14`), `v9` (Sapiens 2, `facebook/sapiens2-pretrain-1b`), `v10` (VGG16,
+        /// `timm/vgg16.tv_in1k`); a folder or a repository with such a network; or a safetensors file of version 1 or 2 or with a VGG16.
         latent_feature_extractor_path: Option<String> = None, Works, input Vae;
+        /// The second network of `latent_feature_extractor_path`, where it has two: the VGG16 of `v3`, the vision transformer of `v7` and
+        /// `v8`. aitk only.
+        latent_feature_extractor_second_path: Option<String> = None, Works, input Vae;
+        /// Compare the images after a small step of the sampler instead of the images without noise; `v8` does. For the network of `v7` and `v8`.
+        /// aitk only.
+        latent_feature_extractor_partial_step: bool = false, Works;
         /// Weight of the loss of `latent_feature_extractor_path`.
         latent_feature_loss_weight: f64 = 1.0, Works;
         /// Older name of `latent_feature_extractor_path`, with precedence.
@@ -528,7 +536,6 @@ fn lr_scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
 }
 
 fn check(train: &TrainConfig, path: &str, report: &mut SupportReport) {
-    train.check_feature_extractor(path, report);
     if train.noise_scheduler.is_karras() {
         let message = format!(
             "`{}` is not supported yet: training does not use Karras sigmas, use `ddpm`",

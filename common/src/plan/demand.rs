@@ -15,6 +15,7 @@ use super::paired_images::compared_work;
 use super::parameter_counts::ParameterCounts;
 use super::slider::SliderKind;
 use super::text_generation;
+use crate::job::controls::ControlType;
 use crate::job::sampler::SamplerName;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -185,7 +186,11 @@ fn accumulated(body: &Value) -> f64 {
 /// Whether the loss of a training needs what the model predicts without the adapter.
 fn uses_base(body: &Value) -> bool {
     let sets = || body.get("datasets").and_then(Value::as_array).into_iter().flatten();
-    let has_masks = |set: &Value| text(set, "/mask_path").is_some() || flag(set, "/alpha_mask");
+    let has_masks = |set: &Value| {
+        let names = set.get("controls").and_then(Value::as_array).into_iter().flatten();
+        let mut types = names.filter_map(|name| ControlType::from_name(name.as_str()?));
+        text(set, "/mask_path").is_some() || flag(set, "/alpha_mask") || types.any(ControlType::is_mask)
+    };
     let preserves = preserves(body);
     let compares = flag(body, "/train/do_prior_divergence")
         || flag(body, "/train/correct_pred_norm")

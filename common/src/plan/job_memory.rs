@@ -2,6 +2,7 @@
 //! generation. The total is that of the largest phase.
 
 mod conditions;
+mod controls;
 mod decorator;
 mod features;
 mod image_adapter;
@@ -454,6 +455,7 @@ impl<'a> Job<'a> {
         if self.kind == WorkKind::Training {
             phases.push(self.caching_latents(&model, &options, backend));
         }
+        phases.extend(self.making_controls(&model));
         phases.extend(self.loading(&model));
         Need {
             weights,

@@ -382,10 +382,13 @@ impl Job {
         self.progress.filter(|_| training).map(|progress| progress.done)
     }
 
-    /// Whether its progress counts its work. Progress of sampling and of latent caching counts other things.
+    /// Whether its progress counts its work. Progress of sampling, of latent caching and of control images counts other things.
     #[must_use]
     pub fn reports_work(&self) -> bool {
-        !matches!(self.phase.as_deref(), Some("sampling" | "caching latents"))
+        !matches!(
+            self.phase.as_deref(),
+            Some("sampling" | "caching latents" | "making control images")
+        )
     }
 
     /// How a dependency of this job has to end.

@@ -2,6 +2,7 @@
 
 use super::allowed_paths::AllowedPaths;
 use super::augment::{SpatialChange, moved};
+use super::control_files::{self, ControlsBeside};
 use super::discover::suffix_rank;
 use super::half::half_of;
 use super::pixels::apply_plan;
@@ -47,13 +48,22 @@ impl ControlRole {
     }
 }
 
+/// Where the control images of a data set are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ControlSource {
+    /// In folders: for each image, one of them has a file with the image's stem.
+    Folders(Vec<PathBuf>),
+    /// In `_controls` beside each image, made of it.
+    Beside(ControlsBeside),
+}
+
 /// The control images of a data set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlOptions {
     /// What they are to the images.
     pub role: ControlRole,
-    /// The folders. For each image, one of them has a file with the image's stem.
-    pub folders: Vec<PathBuf>,
+    /// Where they are.
+    pub source: ControlSource,
     /// The colour behind transparent control images. `None`: transparency is dropped, as of training images.
     pub background: Option<[u8; 3]>,
     /// Flip, scale and crop a control image like its image. Otherwise it is squeezed to 512 x 512, then to the size of its image.
@@ -71,12 +81,30 @@ impl ControlOptions {
         }
     }
 
+    /// Those beside the images that are made where they are missing.
+    #[must_use]
+    pub fn generated(&self) -> Option<&ControlsBeside> {
+        match &self.source {
+            ControlSource::Beside(beside) if beside.generator.is_some() => Some(beside),
+            _ => None,
+        }
+    }
+
+    /// The folders, if the control images are in folders of their own.
+    #[must_use]
+    pub fn folders(&self) -> &[PathBuf] {
+        match &self.source {
+            ControlSource::Folders(folders) => folders,
+            ControlSource::Beside(_) => &[],
+        }
+    }
+
     /// Checks that the folders exist.
     ///
     /// # Errors
     /// When a folder does not exist.
     pub(super) fn check_folders_exist(&self) -> Result<()> {
-        match self.folders.iter().find(|folder| !folder.is_dir()) {
+        match self.folders().iter().find(|folder| !folder.is_dir()) {
             Some(folder) => Err(EngineError::bad_input(format!(
                 "{}: there is no such folder of {}s ({})",
                 folder.display(),
@@ -87,19 +115,24 @@ impl ControlOptions {
         }
     }
 
-    /// Lists the files of the folders. `stay_in_folder`: a file outside its folder is an error.
+    /// Lists the files of the folders. `stay_in_folder`: a file outside its folder is an error. `data_set`: what may be opened of the data
+    /// set.
     ///
     /// # Errors
     /// When a folder cannot be read.
-    pub(super) fn list(&self, stay_in_folder: bool) -> Result<ControlFiles> {
+    pub(super) fn list(&self, stay_in_folder: bool, data_set: &AllowedPaths) -> Result<ControlFiles> {
         self.check_folders_exist()?;
         let folders = self
-            .folders
+            .folders()
             .iter()
             .map(|path| ControlFolder::list(path, stay_in_folder));
         Ok(ControlFiles {
             role: self.role,
             folders: folders.collect::<Result<_>>()?,
+            beside: match &self.source {
+                ControlSource::Beside(beside) => Some((beside.clone(), data_set.clone())),
+                ControlSource::Folders(_) => None,
+            },
         })
     }
 }
@@ -139,18 +172,24 @@ impl ControlFolder {
     }
 }
 
-/// The files of all folders of control images of a data set.
+/// The files of the control images of a data set.
 pub(super) struct ControlFiles {
     role: ControlRole,
+    /// Of folders of their own.
     folders: Vec<ControlFolder>,
+    /// Those beside the images, and what may be opened there.
+    beside: Option<(ControlsBeside, AllowedPaths)>,
 }
 
 impl ControlFiles {
-    /// The control image of an image. `None`: no folder has a file with its stem.
+    /// The control image of an image. `None`: it has none.
     ///
     /// # Errors
     /// When several folders have one, or the file is not a readable image below its folder.
     pub(super) fn find(&self, image: &Path) -> Result<Option<PathBuf>> {
+        if let Some((beside, allowed_paths)) = &self.beside {
+            return beside.find(image, allowed_paths);
+        }
         let Some(stem) = image.file_stem() else { return Ok(None) };
         let mut found: Option<&PathBuf> = None;
         for folder in &self.folders {
@@ -182,6 +221,9 @@ impl ControlFiles {
 
     /// The error about images without a control image: the first of them, and how many there are among `images`.
     pub(super) fn missing(&self, data_set: &Path, missing: &[PathBuf], images: usize) -> EngineError {
+        if let Some((beside, _)) = &self.beside {
+            return control_files::missing(data_set, beside.kind, missing, images);
+        }
         let first = missing.first().map(PathBuf::as_path).unwrap_or_else(|| Path::new(""));
         let stem = first.file_stem().unwrap_or_default().to_string_lossy();
         let folders: Vec<String> = self

@@ -47,14 +47,14 @@ impl Dataset {
             )));
         }
 
-        let allowed_masks = match options.masks.as_ref().and_then(|masks| masks.folder.as_ref()) {
-            Some(folder) if options.stay_in_folder => AllowedPaths::below(folder)?,
-            _ => AllowedPaths::any(),
+        let allowed_masks = match &options.masks {
+            Some(masks) => masks.allowed_paths(&scan.allowed_paths)?,
+            None => AllowedPaths::any(),
         };
         if let Some(masks) = &options.masks {
             for image in images {
-                if let Some(mask) = masks.mask_for(&image.path).filter(|mask| !mask.alpha) {
-                    allowed_masks.check(&mask.path)?;
+                let mask = masks.mask_for(&image.path, &allowed_masks)?;
+                if let Some(mask) = mask.filter(|mask| !mask.alpha) {
                     check_mask_file(&mask.path, &image.path)?;
                 }
             }
@@ -99,7 +99,8 @@ impl Dataset {
                         _ => None,
                     };
                     let plan = plan_item(*size, &options, divisibility, seed, path);
-                    let mask = options.masks.as_ref().and_then(|masks| masks.mask_for(path));
+                    let masks = options.masks.as_ref();
+                    let mask = masks.map(|masks| masks.mask_for(path, &allowed_masks)).transpose()?;
                     items.push(TrainingImage {
                         path: path.clone(),
                         content,
@@ -113,7 +114,7 @@ impl Dataset {
                         flip_y,
                         caption: caption.clone(),
                         short_caption: short_caption.clone(),
-                        mask,
+                        mask: mask.flatten(),
                         control,
                     });
                 }

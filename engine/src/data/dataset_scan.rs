@@ -1,5 +1,6 @@
 //! The images of a data set with their sizes and captions, before one is decoded.
 
+use super::allowed_paths::AllowedPaths;
 use super::bucket::have_same_aspect_ratio;
 use super::caption::{caption_path, read_caption, read_pair_caption};
 use super::captions_file::read_captions_file;
@@ -40,6 +41,8 @@ pub struct ScannedImage {
 pub struct DatasetScan {
     /// The data set's folder.
     pub root: PathBuf,
+    /// What may be opened of it.
+    pub allowed_paths: AllowedPaths,
     /// Images whose header can be read, in the order of their paths.
     pub images: Vec<ScannedImage>,
     /// Images that cannot be read, with an error message that names the file.
@@ -49,20 +52,23 @@ pub struct DatasetScan {
 }
 
 impl DatasetScan {
-    /// Lists the images and reads their headers and captions. `write_sizes`: the cache of image sizes is written.
+    /// Lists the images and reads their headers and captions. `for_training`: the cache of image sizes is written, and control images that a
+    /// network makes are there.
     ///
     /// # Errors
-    /// When a folder is missing, an image is too large to decode, a caption is not UTF-8, or a control image is missing or damaged.
-    pub fn read(options: &DatasetOptions, write_sizes: bool) -> Result<Self> {
+    /// When a folder is missing, an image is too large to decode, a caption is not UTF-8, a control image is missing or damaged, or a mask of
+    /// `controls` is missing.
+    pub fn read(options: &DatasetOptions, for_training: bool) -> Result<Self> {
+        let mut listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
         let controls = options.controls.as_ref();
         let control_files = controls
-            .map(|controls| controls.list(options.stay_in_folder))
+            .map(|controls| controls.list(options.stay_in_folder, &listing.allowed_paths))
             .transpose()?;
         let mut without_control = Vec::new();
-        let mut listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
         let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
         let mut scan = Self {
             root: listing.root.clone(),
+            allowed_paths: listing.allowed_paths.clone(),
             ..Self::default()
         };
         if let Some(file) = &options.captions_file {
@@ -148,10 +154,16 @@ impl DatasetScan {
                 control,
             });
         }
-        if let Some(files) = control_files.filter(|_| !without_control.is_empty()) {
+        // A training makes them before it opens the data set.
+        let is_generated = controls.is_some_and(|controls| controls.generated().is_some());
+        if let Some(files) = control_files.filter(|_| !(without_control.is_empty() || is_generated && !for_training)) {
             return Err(files.missing(&options.path, &without_control, scan.images.len()));
         }
-        if write_sizes {
+        if let Some(masks) = &options.masks {
+            let images = scan.images.iter().map(|image| image.path.as_path());
+            masks.check_complete(&options.path, images, &scan.allowed_paths)?;
+        }
+        if for_training {
             sizes.save();
         }
         Ok(scan)
@@ -257,7 +269,7 @@ impl DatasetScan {
                 first.display()
             ));
         }
-        for folder in options.controls.iter().flat_map(|controls| &controls.folders) {
+        for folder in options.controls.iter().flat_map(ControlOptions::folders) {
             let canonical = |path: &Path| std::fs::canonicalize(path).ok();
             let is_inside = match (canonical(folder), canonical(&self.root)) {
                 (Some(folder), Some(root)) => folder.starts_with(root),

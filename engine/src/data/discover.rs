@@ -22,10 +22,11 @@ pub struct ImageListing {
     pub allowed_paths: AllowedPaths,
 }
 
-const IMAGE_SUFFIXES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
+/// The suffixes of images, in the order in which ai-toolkit looks for them.
+pub(super) const IMAGE_SUFFIXES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
 
 /// The images in a folder of this name are not trained on, as in ai-toolkit; those in folders below it are.
-const CONTROLS_FOLDER: &str = "_controls";
+pub(super) const CONTROLS_FOLDER: &str = "_controls";
 
 /// Lists the images of a folder (recursively, without names that begin with a dot and without those in `_controls`) or of a JSON
 /// file `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder, or at one above it.

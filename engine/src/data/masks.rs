@@ -1,18 +1,33 @@
 //! Loss masks: the mask file of each image, and the mask scaled, cropped and flipped like its image.
 
+use super::allowed_paths::AllowedPaths;
 use super::augment::{SpatialChange, moved};
 use super::bucket::have_same_aspect_ratio;
+use super::control_files;
+use super::discover::IMAGE_SUFFIXES;
 use super::pixels::apply_plan;
 use super::training_image::{Mask, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::image_io;
+use aitk_common::job::controls::ControlType;
 use std::path::{Path, PathBuf};
+
+/// Where the masks of a data set are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MaskSource {
+    /// The alpha channels of the images.
+    Alpha,
+    /// A folder of files that have the stems of their images. An image without one has no mask.
+    Folder(PathBuf),
+    /// In `_controls` beside each image, made of it.
+    Beside(ControlType),
+}
 
 /// The mask options of a data set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MaskOptions {
-    /// The folder of mask files, which have the stems of their images. `None`: the image's alpha channel is the mask.
-    pub folder: Option<PathBuf>,
+    /// Where the masks are.
+    pub source: MaskSource,
     /// Black counts in full instead of white.
     pub invert: bool,
     /// Loss weight of black pixels (of white ones with `invert`).
@@ -25,8 +40,8 @@ impl MaskOptions {
     /// # Errors
     /// When the folder does not exist.
     pub(super) fn check_folder_exists(&self) -> Result<()> {
-        match &self.folder {
-            Some(folder) if !folder.is_dir() => Err(EngineError::bad_input(format!(
+        match &self.source {
+            MaskSource::Folder(folder) if !folder.is_dir() => Err(EngineError::bad_input(format!(
                 "{}: this folder of masks does not exist (datasets: mask_path)",
                 folder.display()
             ))),
@@ -34,30 +49,79 @@ impl MaskOptions {
         }
     }
 
-    /// The mask of an image; `None` if the folder has no file with its stem.
-    pub(super) fn mask_for(&self, image: &Path) -> Option<Mask> {
-        let (path, alpha) = match &self.folder {
-            None => (image.to_path_buf(), true),
-            Some(folder) => {
-                let stem = image.file_stem()?;
-                let mut candidates = ["jpg", "jpeg", "png", "webp"].iter().map(|extension| {
-                    let mut name = stem.to_os_string();
-                    name.push(".");
-                    name.push(extension);
-                    folder.join(name)
-                });
-                // A link counts whatever it leads to: opening it decides, so that no job learns which files exist.
-                let exists = |path: &PathBuf| std::fs::symlink_metadata(path).is_ok_and(|data| !data.is_dir());
-                (candidates.find(exists)?, false)
-            }
+    /// What may be opened of the masks. `data_set`: what may be opened of the data set, if its files must stay in its folder.
+    ///
+    /// # Errors
+    /// When the folder of the masks cannot be read.
+    pub(super) fn allowed_paths(&self, data_set: &AllowedPaths) -> Result<AllowedPaths> {
+        match &self.source {
+            MaskSource::Folder(folder) if data_set.are_confined() => AllowedPaths::below(folder),
+            _ => Ok(data_set.clone()),
+        }
+    }
+
+    /// The mask of an image. `None`: the folder has no file with its stem.
+    ///
+    /// # Errors
+    /// When the file is outside of what may be opened.
+    pub(super) fn mask_for(&self, image: &Path, allowed_paths: &AllowedPaths) -> Result<Option<Mask>> {
+        let (path, alpha) = match &self.source {
+            MaskSource::Alpha => (Some(image.to_path_buf()), true),
+            MaskSource::Folder(folder) => (file_of_stem(folder, image), false),
+            MaskSource::Beside(kind) => (control_files::file_beside(image, *kind, allowed_paths)?, false),
         };
-        Some(Mask {
+        let Some(path) = path else {
+            return Ok(None);
+        };
+        if !alpha {
+            allowed_paths.check(&path)?;
+        }
+        Ok(Some(Mask {
             path,
             alpha,
             invert: self.invert,
             min_value: self.min_value,
-        })
+        }))
     }
+
+    /// Checks that every image has a mask, if each needs one.
+    ///
+    /// # Errors
+    /// When an image has none.
+    pub(super) fn check_complete<'i>(
+        &self,
+        data_set: &Path,
+        images: impl Iterator<Item = &'i Path>,
+        allowed_paths: &AllowedPaths,
+    ) -> Result<()> {
+        let MaskSource::Beside(kind) = self.source else {
+            return Ok(());
+        };
+        let (mut missing, mut count) = (Vec::new(), 0);
+        for image in images {
+            count += 1;
+            if control_files::file_beside(image, kind, allowed_paths)?.is_none() {
+                missing.push(image.to_path_buf());
+            }
+        }
+        match missing.is_empty() {
+            true => Ok(()),
+            false => Err(control_files::missing(data_set, kind, &missing, count)),
+        }
+    }
+}
+
+/// The file in a folder that has the stem of an image.
+fn file_of_stem(folder: &Path, image: &Path) -> Option<PathBuf> {
+    let stem = image.file_stem()?;
+    let mut candidates = IMAGE_SUFFIXES.iter().map(|extension| {
+        let mut name = stem.to_os_string();
+        name.push(".");
+        name.push(extension);
+        folder.join(name)
+    });
+    // A link counts whatever it leads to: opening it decides, so that no job learns which files exist.
+    candidates.find(|path| std::fs::symlink_metadata(path).is_ok_and(|data| !data.is_dir()))
 }
 
 /// Checks the header of an image's mask file.

@@ -1,12 +1,13 @@
 //! A report on a data set before training: its images, captions and buckets, computed by the code that training uses.
 
+use super::allowed_paths::AllowedPaths;
 use super::bucket::BucketPlan;
-use super::controls::ControlOptions;
+use super::controls::{ControlOptions, ControlSource};
 use super::dataset_options::{DatasetOptions, check_options};
 use super::dataset_scan::DatasetScan;
 use super::discover::is_controls_folder;
 use super::item_plan::{flip_variants, plan_item};
-use super::masks::check_mask_file;
+use super::masks::{MaskSource, check_mask_file};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use serde::Serialize;
@@ -74,12 +75,14 @@ pub struct DatasetReport {
     pub too_small: Files,
     /// How many files are neither images nor captions, by suffix.
     pub ignored: BTreeMap<String, u64>,
-    /// Files in `_controls` folders, which are not used.
+    /// Files in `_controls` folders that are not used.
     pub control_files: u64,
     /// How many images have a mask. `None`: the data set uses no masks.
     pub masks: Option<u64>,
     /// How many images have a control image. `None`: the data set has none.
     pub controls: Option<u64>,
+    /// How many control images are missing, and made before the training.
+    pub controls_to_make: u64,
     /// What they are called: control images, or the negative images of pairs.
     pub controls_noun: &'static str,
     /// Warnings about the control images.
@@ -198,10 +201,13 @@ impl DatasetReport {
                 .controls
                 .as_ref()
                 .map(|_| scan.images.iter().filter(|file| file.control.is_some()).count() as u64),
+            controls_to_make: match options.controls.as_ref().and_then(ControlOptions::generated) {
+                Some(_) => scan.images.iter().filter(|file| file.control.is_none()).count() as u64,
+                None => 0,
+            },
             controls_noun: options.controls.as_ref().map_or("control images", ControlOptions::noun),
             control_warnings: scan.control_warnings(options),
             ignored: contents.ignored.clone(),
-            control_files: contents.control_files,
             ..Self::default()
         };
         for (_, error) in &scan.unreadable {
@@ -209,6 +215,10 @@ impl DatasetReport {
         }
         let budget = u64::from(options.resolution) * u64::from(options.resolution);
         let mut buckets: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+        let allowed_masks = match &options.masks {
+            Some(masks) => masks.allowed_paths(&scan.allowed_paths)?,
+            None => AllowedPaths::any(),
+        };
         for (file, cut_off) in scan.images.iter().zip(&contents.cut_off) {
             match file.has_caption {
                 true => report.captioned += 1,
@@ -229,7 +239,7 @@ impl DatasetReport {
                 report.cut_off.add(|| relative(&file.path));
             }
             if let (Some(masks), Some(count)) = (&options.masks, &mut report.masks) {
-                let mask = masks.mask_for(&file.path);
+                let mask = masks.mask_for(&file.path, &allowed_masks)?;
                 *count += u64::from(mask.is_some());
                 if let Some(mask) = mask.filter(|mask| !mask.alpha) {
                     check_mask_file(&mask.path, &file.path)?;
@@ -245,6 +255,9 @@ impl DatasetReport {
         for path in &contents.cut_off_controls {
             report.cut_off.add(|| relative(path));
         }
+        report.control_files = contents
+            .control_files
+            .saturating_sub(report.used_control_files(options));
         report.buckets = buckets
             .into_iter()
             .map(|((width, height), images)| Bucket {
@@ -261,6 +274,20 @@ impl DatasetReport {
             return Err(EngineError::bad_input(report.no_images_message(options)));
         }
         Ok(report)
+    }
+
+    /// How many files in `_controls` folders are control images or masks of the images.
+    fn used_control_files(&self, options: &DatasetOptions) -> u64 {
+        let is_beside = |controls: &ControlOptions| matches!(controls.source, ControlSource::Beside(_));
+        let controls = self
+            .controls
+            .filter(|_| options.controls.as_ref().is_some_and(is_beside));
+        let masks_are_beside = options
+            .masks
+            .as_ref()
+            .is_some_and(|masks| matches!(masks.source, MaskSource::Beside(_)));
+        let masks = self.masks.filter(|_| masks_are_beside);
+        controls.unwrap_or(0) + masks.unwrap_or(0)
     }
 
     fn no_images_message(&self, options: &DatasetOptions) -> String {

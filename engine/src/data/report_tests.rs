@@ -168,7 +168,7 @@ fn masks_that_would_stop_the_training_are_errors_before_it() {
         resolution: 64,
         default_caption: Some("a thing".into()),
         masks: Some(crate::data::MaskOptions {
-            folder: Some(masks.clone()),
+            source: crate::data::MaskSource::Folder(masks.clone()),
             invert: false,
             min_value: 0.0,
         }),

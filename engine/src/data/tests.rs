@@ -319,7 +319,7 @@ fn captions_of_image_pairs_are_beside_the_negative_image_first() {
     let pairs = DatasetOptions {
         controls: Some(ControlOptions {
             role: ControlRole::Negative,
-            folders: vec![negative.clone()],
+            source: ControlSource::Folders(vec![negative.clone()]),
             background: None,
             full_size: true,
         }),
@@ -427,7 +427,7 @@ fn a_data_set_that_must_stay_in_its_folder_opens_nothing_outside() {
     std::os::unix::fs::symlink(&secret, masks.join("a.png")).unwrap();
     let masked = DatasetOptions {
         masks: Some(MaskOptions {
-            folder: Some(masks),
+            source: MaskSource::Folder(masks),
             invert: false,
             min_value: 0.0,
         }),

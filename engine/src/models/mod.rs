@@ -6,6 +6,7 @@ pub mod clip;
 pub mod codec;
 pub mod config;
 mod config_value;
+pub mod control_generator;
 pub mod feature_extractor;
 pub mod flux;
 mod gguf_names;

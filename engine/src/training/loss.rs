@@ -121,6 +121,8 @@ pub struct LossInputs {
     pub features: Option<FeatureLoss>,
     /// The pixels of the images, [b, 3, height, width] from -1 to 1, float32, where `features` sees images.
     pub pixels: Option<Tensor>,
+    /// How far each item steps before its features are compared ([`FeatureLoss::draw_steps`]); empty: it does not.
+    pub feature_steps: Vec<f32>,
 }
 
 /// The inputs of one training forward pass.
@@ -395,6 +397,7 @@ impl LatentLoss<'_> {
                 noise: &noise,
                 pixels: batch.loss_inputs.pixels.as_ref(),
                 timesteps: &batch.noise_draw.timesteps,
+                steps: &batch.loss_inputs.feature_steps,
                 last_level: self.objective.last_level()?,
             };
             total = (total + features.compute(&inputs)?)?;

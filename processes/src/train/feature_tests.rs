@@ -5,7 +5,7 @@ use super::resume_exactness::check_resumption;
 use super::tests::{logs, losses, run_spec, spec};
 use super::transformer_test_runs::{complete, flow_trainer};
 use crate::device::portable::portable;
-use crate::testing::fixtures;
+use crate::testing::{fixtures, skips_long_tests};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::process::TrainerProcess;
@@ -13,20 +13,41 @@ use aitk_common::model_files::PartPaths;
 use std::path::Path;
 
 fn file(name: &str) -> String {
-    let path = fixtures().join(format!("feature_extractors/{name}.safetensors"));
+    let name = if name == "version8" { "version7" } else { name };
+    let mut path = fixtures().join("feature_extractors").join(name);
+    if !path.is_dir() {
+        path.set_extension("safetensors");
+    }
     path.display().to_string()
+}
+
+/// The second network of a version.
+fn second(name: &str) -> Option<String> {
+    match name {
+        "version3" => Some(file("version10")),
+        "version7" | "version8" => Some(file("version7_encoder")),
+        _ => None,
+    }
 }
 
 fn flux(root: &Path, name: &str) -> TrainerProcess {
     let mut process = flow_trainer(root, ArchName::Flux, &fixtures().join("tiny_flux"), 5);
     process.train.latent_feature_extractor_path = Some(file(name));
+    process.train.latent_feature_extractor_second_path = second(name);
+    process.train.latent_feature_extractor_partial_step = name == "version8";
     process
 }
 
 #[test]
 fn trainings_with_a_loss_of_features_resume_exactly() {
     let mut all = Vec::new();
-    for name in ["version1", "version2", "version10"] {
+    // Version 8 has the network of version 7, and draws numbers of its own.
+    let (quick, long) = (
+        ["version1", "version2", "version10"],
+        ["version3", "version4", "version6", "version8", "version9"],
+    );
+    let long: &[&str] = if skips_long_tests() { &[] } else { &long };
+    for name in quick.iter().chain(long) {
         let (_, events) = check_resumption(&|root| flux(root, name));
         assert!(logs(&events).contains("features of the images"), "{}", logs(&events));
         all.push(losses(&events));
@@ -82,6 +103,10 @@ fn a_network_for_something_else_is_refused_before_the_training() {
         "train.latent_feature_extractor_path",
     );
     refused(
+        |process| process.train.latent_feature_extractor_partial_step = true,
+        "only TIPSv2",
+    );
+    refused(
         |process| {
             process.model.arch.name = ArchName::Sd1;
             process.model.name_or_path = fixtures().join("tiny_sd").display().to_string();
@@ -92,10 +117,21 @@ fn a_network_for_something_else_is_refused_before_the_training() {
         let mut process = flux(Path::new("/nowhere"), name);
         process.model.arch.name = arch;
         let (model, path) = (fixtures().join(model), file(name));
-        let parts = PartPaths::default();
-        check_feature_extractor(&process, Path::new(&path), Some((&model, &parts))).map_err(|error| error.to_string())
+        let (parts, second) = (PartPaths::default(), second(name));
+        let paths = (Path::new(&path), second.as_deref().map(Path::new));
+        check_feature_extractor(&process, paths, Some((&model, &parts))).map_err(|error| error.to_string())
     };
-    for name in ["version1", "version2", "version10"] {
+    for name in [
+        "version1",
+        "version2",
+        "version3",
+        "version4",
+        "version6",
+        "version7",
+        "version8",
+        "version9",
+        "version10",
+    ] {
         check(name, "tiny_flux", ArchName::Flux).unwrap();
     }
     assert!(

@@ -28,8 +28,10 @@ pub(super) fn load(
         return Ok(None);
     };
     let path = cx.local_path(source.path)?;
+    let second = source.second.map(|path| cx.local_path(path)).transpose()?;
     let codec = model.codec();
-    let extractor = FeatureExtractor::open(&path, device).map_err(|error| at_key(source, &error))?;
+    let extractor = FeatureExtractor::open((&path, second.as_deref()), model.dtype(), device)
+        .map_err(|error| at_key(source, &error))?;
     check_fit(source, &extractor, codec)?;
     let decoder = match extractor.sees_pixels() {
         true => codec.pixel_decoder(checkpointing),
@@ -37,8 +39,9 @@ pub(super) fn load(
     };
     if extractor.sees_pixels() && decoder.is_none() {
         return Err(EngineError::Unsupported(format!(
-            "train.{}: a VGG16 compares images, and this model makes others: use a network of version 1 or 2",
-            source.key
+            "train.{}: {} compares images, and this model makes others: use a network of version 1 or 2",
+            source.key,
+            extractor.name()
         )));
     }
     let name = extractor.name();
@@ -49,24 +52,25 @@ pub(super) fn load(
     Ok(Some(FeatureLoss {
         extractor: Arc::new(extractor.with_checkpointing(checkpointing)),
         decoder,
+        partial_step: source.partial_step,
         weight: source.weight,
     }))
 }
 
-/// Checks the file of the feature extractor of a training, from names and shapes alone. `model`: the path of the base model, and where parts
+/// Checks the files of the feature extractor of a training, its network and a second one, from names and shapes alone. `model`: the path of the base model, and where parts
 /// come from that it does not have. `None`: it is not on this machine.
 ///
 /// # Errors
 /// The error with which the training would end after loading the model; or an error of the model.
 pub fn check_feature_extractor(
     process: &TrainerProcess,
-    path: &Path,
+    paths: (&Path, Option<&Path>),
     model: Option<(&Path, &PartPaths)>,
 ) -> Result<()> {
     let Some(source) = process.feature_extractor() else {
         return Ok(());
     };
-    let extractor = FeatureExtractor::open_layout(path).map_err(|error| at_key(source, &error))?;
+    let extractor = FeatureExtractor::open_layout(paths).map_err(|error| at_key(source, &error))?;
     match model {
         Some((model, parts)) => {
             let model = families::load_without_weights(model, process.model.arch.name, parts)?;
@@ -77,6 +81,14 @@ pub fn check_feature_extractor(
 }
 
 fn check_fit(source: FeatureExtractorSource<'_>, extractor: &FeatureExtractor, codec: &dyn Codec) -> Result<()> {
+    if source.partial_step && !matches!(extractor, FeatureExtractor::Tips(_)) {
+        return Err(EngineError::bad_input(format!(
+            "train.latent_feature_extractor_partial_step: `{}` is {}, and only TIPSv2 (`v7`, `v8`) compares images after a \
+             step: remove this key",
+            source.path,
+            extractor.name()
+        )));
+    }
     let channels = codec.latent_channels().first().copied().unwrap_or(0);
     extractor
         .check_channels(channels)

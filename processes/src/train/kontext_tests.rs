@@ -54,7 +54,7 @@ fn failure(process: &TrainerProcess) -> String {
 }
 
 /// The latents of control images in a run's cache, by the stems of the files.
-fn cached_controls(data: &Path) -> BTreeMap<String, candle_core::Tensor> {
+pub(super) fn cached_controls(data: &Path) -> BTreeMap<String, candle_core::Tensor> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(data.join("_latent_cache")).unwrap() {
         let path = entry.unwrap().path();

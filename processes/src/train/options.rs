@@ -2,12 +2,12 @@
 
 use super::super::caption_rules::caption_rules;
 use super::super::context::Context;
-use super::super::run_folder::SAMPLES;
+use super::super::run_folder::{RunFolder, SAMPLES};
 use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::data::{
-    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, ImageStatistics,
-    MaskOptions, SameFolderControlOptions,
+    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, ControlSource, ControlsBeside,
+    DatasetOptions, ImageStatistics, MaskOptions, MaskSource, SameFolderControlOptions,
 };
 use crate::error::{EngineError, Result};
 use crate::families;
@@ -31,10 +31,19 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
     let arch = process.model.arch.name;
     families::find(arch)?;
-    if !process.takes_control_images() && process.datasets.iter().any(|dataset| !dataset.control_path.is_empty()) {
+    let control_key = |dataset: &DatasetConfig| match dataset.control_path.is_empty() {
+        true => dataset.condition_type().map(|_| "controls"),
+        false => Some("control_path"),
+    };
+    if let Some(key) = process
+        .datasets
+        .iter()
+        .find_map(control_key)
+        .filter(|_| !process.takes_control_images())
+    {
         return Err(EngineError::bad_input(format!(
-            "datasets: control_path: `arch: {arch}` takes no control images; remove the key, or train FLUX.1 Kontext (`arch: flux_kontext`) \
-             or an `adapter`"
+            "datasets: {key}: `arch: {arch}` takes no control images; remove the key, or train FLUX.1 Kontext (`arch: flux_kontext`) or an \
+             `adapter`"
         )));
     }
     slider::check(process)?;
@@ -156,10 +165,12 @@ fn check_adapter(process: &TrainerProcess) -> Result<()> {
     if !adapter.train {
         return wrong(".train: is false: set `train: true`");
     }
-    let has_control = |set: &DatasetConfig| !set.control_path.is_empty() || set.control_from_same_folder;
+    let has_control = |set: &DatasetConfig| {
+        !set.control_path.is_empty() || set.control_from_same_folder || set.condition_type().is_some()
+    };
     match process.datasets.iter().all(has_control) {
         true => Ok(()),
-        false => wrong(": every data set needs control images (`control_path`)"),
+        false => wrong(": every data set needs control images (`control_path`, or `controls`)"),
     }
 }
 
@@ -197,10 +208,24 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
         let path = dataset
             .path()
             .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
-        let masks = dataset.mask_path.as_ref().filter(|_| !dataset.alpha_mask);
-        let masks = masks.map(|path| cx.local_path(path)).transpose()?;
-        let controls = dataset.control_path.iter().map(|path| cx.local_path(path));
-        let controls = controls.collect::<Result<Vec<_>>>()?;
+        let masks = masks(&dataset, cx)?;
+        let folders = dataset.control_path.iter().map(|path| cx.local_path(path));
+        let folders = folders.collect::<Result<Vec<_>>>()?;
+        let controls = match (folders.is_empty(), dataset.condition_type()) {
+            (false, _) => Some(ControlSource::Folders(folders)),
+            (true, kind) => kind.map(|kind| {
+                let derived = cx.spec.derived.get(path);
+                ControlSource::Beside(ControlsBeside {
+                    kind,
+                    generator: dataset.control_generator().map(str::to_owned),
+                    cache: Some(match derived {
+                        Some(folder) => folder.join("_controls"),
+                        None => RunFolder::path_of(process, cx).join(".aitk/controls"),
+                    }),
+                    writes_cache: derived.is_some(),
+                })
+            }),
+        };
         let pairs = dataset.unconditional_path.as_ref().map(|path| cx.local_path(path));
         let pairs = pairs.transpose()?;
         out.push(DatasetOptions {
@@ -242,27 +267,22 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 _ => ImageStatistics::DATASET,
             }),
             augmentations: augmentations(&dataset)?,
-            masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then_some(MaskOptions {
-                // The image's alpha channel has precedence over a mask file, as in ai-toolkit.
-                folder: masks,
-                invert: dataset.invert_mask,
-                min_value: dataset.mask_min_value,
-            }),
-            side_by_side: process.kind.uses_image_pairs() && controls.is_empty(),
+            masks,
+            side_by_side: process.kind.uses_image_pairs() && controls.is_none(),
             guidance: pairs.as_ref().and(dataset.paired_guidance()),
             controls: match pairs {
                 Some(folder) => Some(ControlOptions {
                     role: ControlRole::Paired,
-                    folders: vec![folder],
+                    source: ControlSource::Folders(vec![folder]),
                     background: None,
                     full_size: true,
                 }),
-                None => (!controls.is_empty()).then_some(ControlOptions {
+                None => controls.map(|source| ControlOptions {
                     role: match process.kind.uses_image_pairs() {
                         true => ControlRole::Negative,
                         false => ControlRole::Condition,
                     },
-                    folders: controls,
+                    source,
                     background: (!process.kind.uses_image_pairs()).then_some(dataset.control_transparent_color.0),
                     full_size: dataset.full_size_control_images,
                 }),
@@ -286,6 +306,22 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
         });
     }
     Ok(out)
+}
+
+/// Converts the options of the loss masks of a data set.
+fn masks(dataset: &DatasetConfig, cx: &Context<'_>) -> Result<Option<MaskOptions>> {
+    let source = match (&dataset.mask_path, dataset.mask_type()) {
+        // The image's alpha channel has precedence over a mask file, as in ai-toolkit.
+        _ if dataset.alpha_mask => MaskSource::Alpha,
+        (Some(path), _) => MaskSource::Folder(cx.local_path(path)?),
+        (None, Some(kind)) => MaskSource::Beside(kind),
+        (None, None) => return Ok(None),
+    };
+    Ok(Some(MaskOptions {
+        source,
+        invert: dataset.invert_mask,
+        min_value: dataset.mask_min_value,
+    }))
 }
 
 /// Converts the augmentations of a data set.

@@ -87,6 +87,7 @@ impl TrainingPreview {
                 &a.default_caption,
                 a.short_captions,
                 &a.controls,
+                &a.masks,
                 &a.captions_file,
                 &a.excluded,
             ) == (
@@ -95,6 +96,7 @@ impl TrainingPreview {
                 &b.default_caption,
                 b.short_captions,
                 &b.controls,
+                &b.masks,
                 &b.captions_file,
                 &b.excluded,
             )

@@ -13,6 +13,7 @@ use crate::adapters::{AdapterHandle, AdapterPass};
 use crate::data::{Control, SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model, Prompt};
+use crate::rng::generator_for;
 use crate::training::{
     ConditioningCache, DrawInputs, LossInputs, MicroBatch, NoiseDraw, Trainer, TrainingCfg, batch_generator, loss,
     noisy_latents, step_to,
@@ -35,6 +36,8 @@ pub(super) struct BatchInputs {
     pub(super) control: Option<Tensor>,
     /// The pixels of its images, [b, 3, h, w] on the device, if their features are compared.
     pub(super) pixels: Option<Tensor>,
+    /// How far each of its items steps before its features are compared; empty: it does not.
+    pub(super) feature_steps: Vec<f32>,
     /// Left and top edge of the crop of each of its images, in the scaled image.
     pub(super) crops: Vec<(u32, u32)>,
     /// How the pixels of each of its images moved, which its mask follows.
@@ -280,6 +283,7 @@ impl Run<'_> {
             unaugmented: unaugmented.transpose()?,
             control,
             pixels,
+            feature_steps: Vec::new(),
             crops,
             moves,
         };
@@ -288,6 +292,10 @@ impl Run<'_> {
             step_batch.batch.items.extend_from_within(..);
             inputs.double()?;
             noise_draw.double()?;
+        }
+        if let Some(features) = &self.features {
+            let mut generator = generator_for(self.seed, "features", step, micro);
+            inputs.feature_steps = features.draw_steps(&mut generator, noise_draw.timesteps.len());
         }
         Ok(SampledBatch {
             step_batch,
@@ -527,6 +535,7 @@ impl Run<'_> {
             unaugmented,
             control,
             pixels,
+            feature_steps,
             crops,
             moves,
         }: BatchInputs,
@@ -586,6 +595,7 @@ impl Run<'_> {
             learned: self.learned_weights(&noise_draw)?,
             features: self.features.clone(),
             pixels,
+            feature_steps,
             stepped_levels: match self.loss.stepped {
                 true => self.objective.stepped_levels(&noise_draw, image_tokens)?,
                 false => Vec::new(),

@@ -232,3 +232,50 @@ fn a_loss_of_features_needs_memory_and_work() {
     // The older name has precedence.
     assert_eq!(demand("diffusion_feature_extractor_path", "a.safetensors", true), file);
 }
+
+/// Vision transformers are known by their repositories; another folder may have the largest of them.
+#[test]
+fn a_loss_of_features_counts_the_network_of_its_repository() {
+    use crate::job::feature_extractor::{
+        DINOV3_REPOSITORY, SAPIENS_REPOSITORY, SIGLIP2_NAFLEX_REPOSITORY, SIGLIP2_SQUARE_REPOSITORY,
+        TIPS_ENCODER_REPOSITORY, TIPS_REPOSITORY, VGG16_REPOSITORY,
+    };
+    let demand = |path: &str, second: &str| {
+        let mut job = lora("flux", 512, "bf16", 16);
+        let train = job.pointer_mut("/process/0/kind/train/train").unwrap();
+        train["latent_feature_extractor_path"] = json!(path);
+        train["latent_feature_extractor_second_path"] = json!(second);
+        (gib(&job)[0], Demand::of_job(&job, None, &[]).unwrap().passes())
+    };
+    let plain = demand("", "");
+    // Millions of parameters in bf16; VGG16 has 15 million in float32.
+    for (path, second, parameters) in [
+        (SIGLIP2_SQUARE_REPOSITORY, VGG16_REPOSITORY, 413.0 + 2.0 * 15.0),
+        (SIGLIP2_NAFLEX_REPOSITORY, "", 397.0),
+        (DINOV3_REPOSITORY, "", 840.0),
+        (TIPS_REPOSITORY, TIPS_ENCODER_REPOSITORY, 86.0 + 3.0 * 23.8),
+        (SAPIENS_REPOSITORY, "", 1462.0),
+    ] {
+        let (found, passes) = demand(path, second);
+        let weights = parameters * 2e6 / f64::from(1 << 30);
+        let more = found - plain.0;
+        println!(
+            "{path}: {more:.2} GiB more, weights {weights:.2}, {:.2} times the work",
+            passes / plain.1
+        );
+        // Decoded images and activations.
+        assert!(
+            more > weights && more < 1.1 * weights + 3.5,
+            "{path}: {more} GiB, weights {weights}"
+        );
+        assert!(passes > 1.02 * plain.1, "{path}: {passes} and {}", plain.1);
+        let folder = demand("some/folder", second);
+        assert!(
+            folder.0 >= found && folder.1 >= passes,
+            "{path}: {found} and {folder:?}"
+        );
+    }
+    let file = demand("models/sapiens2_1b_pretrain.safetensors", "");
+    assert_eq!(file, demand(SAPIENS_REPOSITORY, ""));
+    assert!(demand("models/vgg16.safetensors", "").0 < file.0);
+}

@@ -67,9 +67,8 @@ impl LanguageEncoder {
         let bias = (shapes.kind == LanguageKind::T5).then(|| {
             let elements = tokens * tokens * f64::from(shapes.heads);
             let ids = walk.floats(tokens * tokens);
-            let gathered = walk.floats(elements);
             let bias = walk.floats(elements);
-            drop((ids, gathered));
+            drop(ids);
             match masked {
                 // Each prompt has a bias of its own.
                 true => walk.floats(batch * elements),

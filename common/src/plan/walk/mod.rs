@@ -16,6 +16,7 @@ mod decoder;
 mod decoder_tests;
 mod denoiser;
 mod dense;
+mod dpt;
 mod embedding;
 mod features;
 mod flux;
@@ -38,6 +39,7 @@ mod transformer_tests;
 mod tucker;
 mod unet;
 mod vae;
+mod vision;
 mod zimage;
 
 pub(super) use clip::TextEncoder;
@@ -52,3 +54,4 @@ pub(super) use tape::{Backend, Form, Walk};
 #[cfg(test)]
 use unet::{Residuals, UNet};
 pub(super) use vae::Vae;
+pub(super) use vision::{DINOV3_H_PLUS, SAPIENS2_1B, SIGLIP2_NAFLEX, SIGLIP2_SQUARE, TIPS_B14, VisionSizes};

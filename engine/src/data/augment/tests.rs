@@ -2,7 +2,10 @@
 
 use super::geometry::rotated;
 use super::*;
-use crate::data::{ControlOptions, ControlRole, Dataset, DatasetOptions, MaskOptions, load_control, load_mask};
+use crate::data::{
+    ControlOptions, ControlRole, ControlSource, Dataset, DatasetOptions, MaskOptions, MaskSource, load_control,
+    load_mask,
+};
 use crate::rng::generator_for;
 use crate::testing::fixtures;
 use aitk_common::job::augmentation::{Border, KNOWN, read_augmentations};
@@ -212,13 +215,13 @@ fn masks_and_control_images_follow_their_images() {
         path: images,
         resolution: 32,
         masks: Some(MaskOptions {
-            folder: Some(masks),
+            source: MaskSource::Folder(masks),
             invert: false,
             min_value: 0.0,
         }),
         controls: Some(ControlOptions {
             role: ControlRole::Condition,
-            folders: vec![controls],
+            source: ControlSource::Folders(vec![controls]),
             background: None,
             full_size: true,
         }),

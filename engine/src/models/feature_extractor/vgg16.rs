@@ -40,6 +40,11 @@ pub(super) fn current_name(name: &str) -> String {
     }
 }
 
+/// As [`current_name`], for [`Index::renamed`].
+pub(super) fn renamed(name: &str, shape: &[usize]) -> Option<(String, Vec<usize>)> {
+    Some((current_name(name), shape.to_vec()))
+}
+
 impl Vgg16Features {
     /// Reads the network. The channels of its convolutions are those of its tensors; VGG16 has 64, 128, 256, 512 and 512 in its parts.
     ///

@@ -7,7 +7,7 @@ use crate::checkpointing::Checkpointing;
 use crate::error::Result;
 use crate::families::{FLUX, LoadOptions, Model};
 use crate::models::feature_extractor::FeatureExtractor;
-use crate::rng::TorchGenerator;
+use crate::rng::{TorchGenerator, generator_for};
 use crate::testing::{fixtures, in_portable_mode};
 use crate::training::{ConditioningCache, FeatureLoss, LossInputs, LossOptions, MicroBatch, NoiseDraw};
 use candle_core::{DType, Device, Tensor};
@@ -43,18 +43,30 @@ fn check(name: &str, checkpointing: Checkpointing) {
     }
     network.handle.set_training(Some("masks"));
 
-    let path = fixtures().join(format!("feature_extractors/{name}.safetensors"));
-    let extractor = FeatureExtractor::open(&path, &Device::Cpu).unwrap();
+    let file = if name == "version8" { "version7" } else { name };
+    let mut path = fixtures().join("feature_extractors").join(file);
+    if !path.is_dir() {
+        path.set_extension("safetensors");
+    }
+    let second = match name {
+        "version3" => Some("version10"),
+        "version7" | "version8" => Some("version7_encoder"),
+        _ => None,
+    };
+    let second = second.map(|name| fixtures().join(format!("feature_extractors/{name}.safetensors")));
+    let extractor = FeatureExtractor::open((&path, second.as_deref()), DType::F32, &Device::Cpu).unwrap();
     let sees_pixels = extractor.sees_pixels();
     let features = FeatureLoss {
         extractor: Arc::new(extractor.with_checkpointing(checkpointing)),
         decoder: model.codec().pixel_decoder(checkpointing).filter(|_| sees_pixels),
+        partial_step: name == "version8",
         weight: variant["weight"].as_f64().unwrap(),
     };
     let (inputs, images) = (
         tensors("train_flux/parity_inputs"),
         tensors("feature_extractors/images"),
     );
+    let steps = &tensors("feature_extractors/steps")["steps"];
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
     let objective = OBJECTIVE();
     let mut cache = ConditioningCache::default();
@@ -83,6 +95,10 @@ fn check(name: &str, checkpointing: Checkpointing) {
                 loss_inputs: LossInputs {
                     features: Some(features.clone()),
                     pixels: sees_pixels.then(|| pixels.clone()),
+                    feature_steps: match name {
+                        "version8" => steps.get(step)?.to_vec1()?,
+                        _ => Vec::new(),
+                    },
                     ..LossInputs::default()
                 },
                 mask: None,
@@ -105,7 +121,17 @@ fn check(name: &str, checkpointing: Checkpointing) {
 }
 
 fn trainings_match_the_reference() {
-    for name in ["version1", "version2", "version10"] {
+    for name in [
+        "version1",
+        "version2",
+        "version10",
+        "version3",
+        "version4",
+        "version6",
+        "version7",
+        "version8",
+        "version9",
+    ] {
         check(name, Checkpointing::Off);
     }
 }
@@ -118,6 +144,26 @@ fn trainings_with_a_loss_of_features_match_the_reference() {
 #[test]
 fn trainings_with_gradient_checkpointing_match_the_reference() {
     check("version10", Checkpointing::Segments { blocks: 1 });
+}
+
+#[test]
+fn steps_are_drawn_for_the_version_that_compares_after_them() {
+    let mut network = FeatureLoss {
+        extractor: Arc::new(
+            FeatureExtractor::open_layout((&fixtures().join("feature_extractors/version1.safetensors"), None)).unwrap(),
+        ),
+        decoder: None,
+        partial_step: false,
+        weight: 1.0,
+    };
+    let draw = |network: &FeatureLoss| network.draw_steps(&mut generator_for(42, "features", 3, 1), 3);
+    assert!(draw(&network).is_empty());
+    network.partial_step = true;
+    // Python: the generator of docs/randomness.md for `42/features/3/1`, `torch.rand(3) * 0.03 + 0.02`.
+    let expected = [0.037019916, 0.032865755, 0.044961564];
+    let found = draw(&network);
+    let close = found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-7);
+    assert!(found.len() == 3 && close, "{found:?}");
 }
 
 in_portable_mode! {

@@ -125,10 +125,13 @@ pub(super) fn pipeline_files<'a>(
     select_files(listing, is_component_file)
 }
 
-/// Selects the files of a repository that is a single component, such as a VAE: all its files are at the top level.
+/// Selects the files of a repository that is a single component, such as a VAE: all its files are at the top level. Without a config it has
+/// one safetensors file, whose tensors say what it is.
 pub(super) fn component_files(listing: &Listing) -> Result<Vec<&RemoteFile>, String> {
-    if !listing.files.iter().any(|file| file.name == "config.json") {
-        return Err("it has neither model_index.json nor config.json".to_owned());
+    let is_weights = |file: &&RemoteFile| file.name.ends_with(".safetensors") && !file.name.contains('/');
+    let has_config = listing.files.iter().any(|file| file.name == "config.json");
+    if !has_config && listing.files.iter().filter(is_weights).count() != 1 {
+        return Err("it has neither model_index.json nor config.json, nor a single safetensors file".to_owned());
     }
     select_files(listing, |file| !file.name.contains('/'))
 }
@@ -259,22 +262,38 @@ mod tests {
     }
 
     #[test]
+    fn a_repository_without_a_config_has_one_file_of_weights() {
+        let weights = ["README.md", "sapiens2_1b_pretrain.safetensors"];
+        assert_eq!(of_component(&weights), Ok(vec![weights[1].to_owned()]));
+        for names in [
+            ["a.safetensors", "b.safetensors"],
+            ["README.md", "unet/a.safetensors"],
+            ["README.md", "a.bin"],
+        ] {
+            let error = of_component(&names).unwrap_err();
+            assert!(error.contains("config.json"), "{error}");
+        }
+    }
+
+    fn of_component(names: &[&str]) -> Result<Vec<String>, String> {
+        let file = |name: &&str| RemoteFile {
+            name: (*name).to_owned(),
+            bytes: 1,
+            hash: None,
+        };
+        let listing = Listing {
+            revision: "0".to_owned(),
+            is_gated: false,
+            files: names.iter().map(file).collect(),
+        };
+        let files = component_files(&listing)?;
+        Ok(files.into_iter().map(|file| file.name.clone()).collect())
+    }
+
+    #[test]
     fn a_sentencepiece_model_is_fetched_where_there_is_no_other_tokenizer() {
         let (config, weights) = ("config.json", "model.safetensors");
-        let of_component = |names: &[&str]| -> Vec<String> {
-            let file = |name: &&str| RemoteFile {
-                name: (*name).to_owned(),
-                bytes: 1,
-                hash: None,
-            };
-            let listing = Listing {
-                revision: "0".to_owned(),
-                is_gated: false,
-                files: names.iter().map(file).collect(),
-            };
-            let files = component_files(&listing).unwrap();
-            files.into_iter().map(|file| file.name.clone()).collect()
-        };
+        let of_component = |names: &[&str]| of_component(names).unwrap();
         let alone = [config, weights, "tokenizer.model"];
         assert_eq!(of_component(&alone), alone);
         let both = [config, weights, "tokenizer.json", "tokenizer.model", "other.model"];
