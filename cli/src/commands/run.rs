@@ -285,10 +285,11 @@ async fn read_and_check(
         script: options.script,
         ..ReadOptions::default()
     };
-    let loaded = config::read(ui, path, directory, read_options)?;
+    let mut loaded = config::read(ui, path, directory, read_options)?;
     config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory)?;
     check_allowed(&loaded.spec, &options.allow_extensions)?;
     let checked = preflight::check_before_start(ui, &loaded, directory, true).await?;
+    checked.complete_controls.leave_out_generators(&mut loaded.spec);
     let pushes = pushes(&loaded.spec, directory);
     // Before the training: a missing token would be noticed hours later.
     for push in &pushes {

@@ -14,7 +14,7 @@ use crate::notify::Notify;
 use crate::output::format::{printable, shell_word, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
-use crate::preflight::{self, Checked};
+use crate::preflight::{self, Checked, CompleteControls};
 use crate::submission_data::{images, job_json, longest_prompt, parameter_counts};
 use crate::sweep::{self, Sweep};
 use crate::trace::SubmitSpan;
@@ -63,8 +63,15 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         let warnings = seen_warnings.into_iter().collect();
         return validate::show(context, &ui, path, &first.loaded, warnings, args.json).await;
     }
-    let inputs = inputs_of_all(&ui, context, &jobs)?;
-    let Checked { commits, image_batches } = check_all(&ui, context, &jobs).await?;
+    // Before the check, which opens the inputs: special files are refused.
+    let mut inputs = inputs_of_all(&ui, context, &jobs)?;
+    let checks = check_all(&ui, context, &mut jobs).await?;
+    if checks.has_fewer_inputs {
+        inputs = inputs_of_all(&ui, context, &jobs)?;
+    }
+    let Checked {
+        commits, image_batches, ..
+    } = checks.checked;
     for job in &mut jobs {
         // Pin the current commits, so that every attempt uses the same model.
         let repositories: Vec<Input> = job.loaded.spec.repositories(|path| inputs.contains_key(path)).collect();
@@ -377,22 +384,36 @@ fn read_named(
     }
 }
 
-/// Checks all jobs before anything is sent, and prints what was found. Returns the commits of models at the hub, and the
-/// batches of a single job: those of an array's members may differ, so that they are planned with their resolutions.
-async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<Checked, Failure> {
-    let mut all = Checked::default();
-    let mut seen: Vec<Vec<Input>> = Vec::new();
+/// What was found about all jobs.
+#[derive(Default)]
+struct Checks {
+    checked: Checked,
+    /// Whether the check left inputs out that the jobs do not need.
+    has_fewer_inputs: bool,
+}
+
+/// Checks all jobs before anything is sent, prints what was found, and leaves out of them what they do not need. Returns the commits of models
+/// at the hub, and the batches of a single job: those of an array's members may differ, so that they are planned with their resolutions.
+async fn check_all(ui: &Ui, context: &Context, jobs: &mut [Job]) -> Result<Checks, Failure> {
+    let mut all = Checks::default();
+    let mut seen: Vec<(Vec<Input>, CompleteControls)> = Vec::new();
+    let is_single = jobs.len() == 1;
     for job in jobs {
         // Most members have the same inputs.
         let inputs = job.loaded.spec.inputs();
-        if !seen.contains(&inputs) {
-            let checked = preflight::check_before_start(ui, &job.loaded, &context.directory, false).await?;
-            all.commits.extend(checked.commits);
-            if jobs.len() == 1 {
-                all.image_batches = checked.image_batches;
+        let complete = match seen.iter().find(|(other, _)| *other == inputs) {
+            Some((_, complete)) => complete.clone(),
+            None => {
+                let checked = preflight::check_before_start(ui, &job.loaded, &context.directory, false).await?;
+                all.checked.commits.extend(checked.commits);
+                if is_single {
+                    all.checked.image_batches = checked.image_batches;
+                }
+                seen.push((inputs, checked.complete_controls.clone()));
+                checked.complete_controls
             }
-            seen.push(inputs);
-        }
+        };
+        all.has_fewer_inputs |= complete.leave_out_generators(&mut job.loaded.spec);
     }
     Ok(all)
 }

@@ -26,7 +26,7 @@ use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
 use aitk_common::job::repository::is_commit;
-use aitk_common::job::{Input, JobSpec, LoadedJob};
+use aitk_common::job::{Input, JobSpec, LoadedJob, Process};
 use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -104,6 +104,7 @@ pub async fn check_before_start(
     fail_on(problems)?;
     Ok(Checked {
         image_batches: report.image_batches(),
+        complete_controls: report.complete_controls(),
         commits: commits(report.models),
     })
 }
@@ -120,6 +121,25 @@ pub struct Checked {
     pub commits: Commits,
     /// The largest batches of its data sets.
     pub image_batches: Vec<ImageBatch>,
+    /// The data sets whose control images all exist.
+    pub complete_controls: CompleteControls,
+}
+
+/// Data sets whose control images all exist: the index of the process, and that of the data set in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CompleteControls(Vec<(usize, usize)>);
+
+impl CompleteControls {
+    /// Leaves the networks out that would make the control images, so that they are neither uploaded nor downloaded. Returns whether there
+    /// were any.
+    pub fn leave_out_generators(&self, spec: &mut JobSpec) -> bool {
+        for &(process, dataset) in &self.0 {
+            if let Some(process) = spec.process.get_mut(process).and_then(Process::trainer_mut) {
+                process.leave_out_control_generator(dataset);
+            }
+        }
+        !self.0.is_empty()
+    }
 }
 
 /// Model repositories that are not on this machine, each with the hub's current commit.

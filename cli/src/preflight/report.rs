@@ -1,5 +1,6 @@
 //! The report of `aitk validate`: everything that can be checked about a config before it runs.
 
+use super::CompleteControls;
 #[cfg(feature = "embedded")]
 use super::dataset::dataset_problem;
 #[cfg(feature = "embedded")]
@@ -166,6 +167,23 @@ impl Report {
     pub fn image_batches(&self) -> Vec<ImageBatch> {
         let batches = self.trainings.iter().flat_map(ProcessReport::image_batches);
         batches.chain(self.largest_images.iter().copied()).collect()
+    }
+
+    /// Returns the data sets whose control images all exist.
+    #[cfg(feature = "embedded")]
+    pub(super) fn complete_controls(&self) -> CompleteControls {
+        let of_training = |training: &ProcessReport| {
+            let process = training.process;
+            let complete = training.data.complete_controls.iter();
+            complete.map(|dataset| (process, *dataset)).collect::<Vec<_>>()
+        };
+        CompleteControls(self.trainings.iter().flat_map(of_training).collect())
+    }
+
+    /// Returns none: this build cannot read data sets.
+    #[cfg(not(feature = "embedded"))]
+    pub(super) fn complete_controls(&self) -> CompleteControls {
+        CompleteControls::default()
     }
 
     /// Whether no model has a problem.

@@ -166,6 +166,17 @@ impl DatasetConfig {
 }
 
 impl TrainerProcess {
+    /// Sets the network that makes the control images of this data set to none, because they all exist: it is not downloaded then.
+    pub fn leave_out_control_generator(&mut self, dataset: usize) {
+        let Some(dataset) = self.datasets.get_mut(dataset) else {
+            return;
+        };
+        for key in [&mut dataset.depth_estimator, &mut dataset.line_detector] {
+            // Empty, because a missing one of `depth` is the default repository.
+            *key = key.take().map(|_| String::new());
+        }
+    }
+
     /// The networks that make control images of its data sets.
     pub fn control_generators(&self) -> impl Iterator<Item = ControlGeneratorSource<'_>> {
         self.datasets.iter().enumerate().filter_map(|(index, set)| {
@@ -297,6 +308,26 @@ mod tests {
                 path: "teed.safetensors"
             }]
         );
+    }
+
+    #[test]
+    fn a_network_that_has_nothing_to_make_is_no_input() {
+        for lines in ["controls: depth", "controls: line\nline_detector: teed.safetensors"] {
+            let mut spec = load_yaml(&config(lines, "flux_kontext")).unwrap().spec;
+            let count = spec.inputs().len();
+            let kind = spec.process[0].trainer().unwrap().datasets[0].condition_type();
+            let process = spec.process[0].trainer_mut().unwrap();
+            // There is no such data set.
+            process.leave_out_control_generator(1);
+            assert_eq!(process.control_generators().count(), 1, "{lines}");
+            process.leave_out_control_generator(0);
+            assert_eq!(process.control_generators().count(), 0, "{lines}");
+            assert_eq!(process.datasets[0].condition_type(), kind);
+            // As a worker gets it.
+            let sent = serde_json::to_string(&spec).unwrap();
+            let spec: crate::job::JobSpec = serde_json::from_str(&sent).unwrap();
+            assert_eq!(spec.inputs().len(), count - 1, "{lines}");
+        }
     }
 
     #[test]

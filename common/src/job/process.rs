@@ -539,6 +539,15 @@ impl Process {
             _ => None,
         }
     }
+
+    /// As [`Self::trainer`], to change them.
+    #[must_use]
+    pub fn trainer_mut(&mut self) -> Option<&mut TrainerProcess> {
+        match &mut self.kind {
+            ProcessKind::Train(process) => Some(process),
+            _ => None,
+        }
+    }
 }
 
 /// Reads the type of a process: one of the known names, or `extension:NAME`.

@@ -1,9 +1,9 @@
 //! Trainings on control images and masks that are beside the images (`datasets[].controls`).
 
-use super::check_control_generator;
 use super::kontext_tests::{cached_controls, kontext};
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use super::transformer_test_runs::complete;
+use super::{check_control_generator, preview};
 use crate::testing::fixtures;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::controls::{ControlGeneratorSource, ControlType};
@@ -238,4 +238,32 @@ fn networks_that_cannot_be_used_are_refused() {
         message.contains("datasets[1].line_detector") && message.contains("TEED"),
         "{message}"
     );
+}
+
+#[test]
+fn a_preview_says_which_data_sets_have_all_of_their_control_images() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = kontext(dir.path(), 3);
+    copy_beside(dir.path(), "controls", "depth");
+    let set = &mut process.datasets[0];
+    set.control_path = OneOrMany(Vec::new());
+    set.controls = OneOrMany(vec!["depth".into()]);
+    set.depth_estimator = Some("a/b".into());
+    // A report for each resolution.
+    set.resolution.0 = vec![32, 64];
+    let mut lines = set.clone();
+    (lines.controls, lines.line_detector) = (OneOrMany(vec!["line".into()]), Some("c/d".into()));
+    let mut without_network = set.clone();
+    without_network.depth_estimator = Some(String::new());
+    process.datasets = vec![lines, without_network, process.datasets[0].clone()];
+    let complete = |process: &TrainerProcess| {
+        let job = serde_json::from_value(spec(process.clone()).job).unwrap();
+        let seen = preview(&job, process, &BTreeMap::new());
+        assert_eq!(seen.problems, [""; 0]);
+        seen.complete_controls
+    };
+    assert_eq!(complete(&process), [2]);
+    process.datasets.remove(1);
+    std::fs::remove_file(dir.path().join("data/_controls/p3.depth.png")).unwrap();
+    assert_eq!(complete(&process), [0; 0]);
 }

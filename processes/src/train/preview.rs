@@ -33,6 +33,9 @@ pub struct TrainingPreview {
     pub steps_per_epoch: Option<f64>,
     /// Epochs that the steps make.
     pub epochs: Option<f64>,
+    /// The data sets, as indices in `datasets` of the config, whose control images all exist: the network that would make them is not needed.
+    #[serde(skip)]
+    pub complete_controls: Vec<usize>,
 }
 
 /// Reads the data of a training as the training does: the same files, captions and buckets. `inputs`: the local path of
@@ -124,6 +127,9 @@ impl TrainingPreview {
                 Err(error) => self.problems.push(error.to_string()),
             }
         }
+        if self.problems.is_empty() {
+            self.find_complete_controls(process);
+        }
         let training_sets = self.datasets.iter().filter(|set| !set.regularisation);
         self.batches = training_sets.map(|set| set.batches).sum();
         if self.batches == 0 {
@@ -149,5 +155,21 @@ impl TrainingPreview {
         let epochs = training_steps as f64 / per_epoch;
         self.epochs = Some(epochs);
         Ok(())
+    }
+
+    /// Finds the data sets whose control images all exist. The reports are those of all data sets, in the order of
+    /// [`TrainerProcess::split_datasets`].
+    fn find_complete_controls(&mut self, process: &TrainerProcess) {
+        let mut reports = self.datasets.iter();
+        for (index, dataset) in process.datasets.iter().enumerate() {
+            let to_make: u64 = reports
+                .by_ref()
+                .take(dataset.resolution.len())
+                .map(|set| set.controls_to_make)
+                .sum();
+            if dataset.control_generator().is_some() && to_make == 0 {
+                self.complete_controls.push(index);
+            }
+        }
     }
 }

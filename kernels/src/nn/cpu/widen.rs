@@ -35,6 +35,10 @@ pub(crate) trait Widen: Copy {
     unsafe fn load_low(from: *const u8) -> Self::V;
     /// The high four bits of bytes.
     unsafe fn load_high(from: *const u8) -> Self::V;
+    /// Four bits of each word of 32 bits, those from bit `SHIFT` on. The words are loaded with the low byte first.
+    unsafe fn load_four<const SHIFT: u32>(from: *const u8) -> Self::V;
+    /// A number in the first half of the lanes, and another one in the second.
+    fn halves(first: f32, second: f32) -> Self::V;
     /// 32 codes of `q6_k`, from -32 to 31, in the first `32 / LANES` vectors. Their low four bits begin at bit `shift` of the 32 bytes at `low`, 0 or
     /// 4; their high two at bit `high_shift` of those at `high`: 0, 2, 4 or 6.
     unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8];
@@ -93,6 +97,23 @@ impl Widen for Avx512 {
             let bytes = x86::_mm512_cvtepu8_epi32(x86::_mm_loadu_si128(from.cast()));
             x86::_mm512_cvtepi32_ps(x86::_mm512_srli_epi32::<4>(bytes))
         }
+    }
+    #[inline(always)]
+    unsafe fn load_four<const SHIFT: u32>(from: *const u8) -> Self::V {
+        // SAFETY: as above.
+        unsafe {
+            // The permutation reads the low four bits of each index: one instruction masks and converts.
+            let table = x86::_mm512_setr_ps(
+                0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
+            );
+            let words = x86::_mm512_srli_epi32::<SHIFT>(x86::_mm512_loadu_si512(from.cast()));
+            x86::_mm512_permutexvar_ps(words, table)
+        }
+    }
+    #[inline(always)]
+    fn halves(first: f32, second: f32) -> Self::V {
+        // SAFETY: the CPU has this instruction set (see `Widen`).
+        unsafe { x86::_mm512_mask_blend_ps(0xFF00, x86::_mm512_set1_ps(first), x86::_mm512_set1_ps(second)) }
     }
     #[inline(always)]
     unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8] {
@@ -161,6 +182,22 @@ impl Widen for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_four<const SHIFT: u32>(from: *const u8) -> Self::V {
+        // SAFETY: as above.
+        unsafe {
+            let words = x86::_mm256_srl_epi32(
+                x86::_mm256_loadu_si256(from.cast()),
+                x86::_mm_cvtsi32_si128(SHIFT as i32),
+            );
+            x86::_mm256_cvtepi32_ps(x86::_mm256_and_si256(words, x86::_mm256_set1_epi32(15)))
+        }
+    }
+    #[inline(always)]
+    fn halves(first: f32, second: f32) -> Self::V {
+        // SAFETY: the CPU has this instruction set (see `Widen`).
+        unsafe { x86::_mm256_blend_ps::<0xF0>(x86::_mm256_set1_ps(first), x86::_mm256_set1_ps(second)) }
+    }
+    #[inline(always)]
     unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8] {
         // SAFETY: as above.
         unsafe {
@@ -220,6 +257,16 @@ impl Widen for Plain {
     unsafe fn load_high(from: *const u8) -> Self::V {
         // SAFETY: as above.
         unsafe { from.cast::<[u8; 4]>().read_unaligned().map(|byte| f32::from(byte >> 4)) }
+    }
+    #[inline(always)]
+    unsafe fn load_four<const SHIFT: u32>(from: *const u8) -> Self::V {
+        // SAFETY: as above.
+        let words = unsafe { from.cast::<[[u8; 4]; 4]>().read_unaligned() };
+        words.map(|word| (u32::from_le_bytes(word) >> SHIFT & 15) as f32)
+    }
+    #[inline(always)]
+    fn halves(first: f32, second: f32) -> Self::V {
+        [first, first, second, second]
     }
     #[inline(always)]
     unsafe fn load_six(low: *const u8, shift: i32, high: *const u8, high_shift: i32) -> [Self::V; 8] {
@@ -373,6 +420,61 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// The eight codes of 16 words, and two numbers in halves of the lanes.
+    struct FourBits<'a>(&'a [u8; 64]);
+
+    impl Kernel for FourBits<'_> {
+        type Output = ([[f32; 16]; 8], Vec<f32>);
+
+        #[inline(always)]
+        fn run<S: Simd>(self) -> Self::Output {
+            let mut codes = [[0f32; 16]; 8];
+            for first in (0..16).step_by(S::LANES) {
+                // SAFETY: the words from `first` on fill a vector.
+                let loaded = unsafe {
+                    let from = self.0.as_ptr().add(4 * first);
+                    [
+                        S::load_four::<0>(from),
+                        S::load_four::<4>(from),
+                        S::load_four::<8>(from),
+                        S::load_four::<12>(from),
+                        S::load_four::<16>(from),
+                        S::load_four::<20>(from),
+                        S::load_four::<24>(from),
+                        S::load_four::<28>(from),
+                    ]
+                };
+                for (codes, v) in codes.iter_mut().zip(loaded) {
+                    // SAFETY: the vector fits into the elements from `first` on.
+                    unsafe { S::store(codes.as_mut_ptr().add(first), v) };
+                }
+            }
+            let mut halves = vec![0f32; S::LANES];
+            // SAFETY: there is an element for each lane.
+            unsafe { S::store(halves.as_mut_ptr(), S::halves(1.5, -2.0)) };
+            (codes, halves)
+        }
+    }
+
+    #[test]
+    fn codes_of_four_bits_are_those_of_the_words() {
+        let bytes: [u8; 64] = std::array::from_fn(|i| (i as u8).wrapping_mul(89).wrapping_add(3));
+        for isa in available_isas() {
+            let (codes, halves) = run_on(isa, FourBits(&bytes));
+            for (place, codes) in codes.iter().enumerate() {
+                for (word, code) in bytes.as_chunks::<4>().0.iter().zip(codes) {
+                    let expected = u32::from_le_bytes(*word) >> (4 * place) & 15;
+                    assert_eq!(*code, expected as f32, "{isa:?} {place}");
+                }
+            }
+            let (first, second) = halves.split_at(halves.len() / 2);
+            assert!(
+                first.iter().all(|v| *v == 1.5) && second.iter().all(|v| *v == -2.0),
+                "{isa:?}"
+            );
         }
     }
 

@@ -3,13 +3,14 @@
 
 use super::stored_blocks::{
     BLOCK, BLOCKS, Bf16Blocks, CHUNK, Decoded, F16Blocks, GROUP, Int8Blocks, Q4KBlocks, Q6KBlocks, Q8Blocks, TILE,
-    WeightBlocks,
+    UNIT, WeightBlocks, order_of_words,
 };
 use crate::nn::cpu::{Kernel, Simd, run_vectorised};
 use crate::nn::transpose::transpose_slice;
 use crate::quant::{HalfFormat, StoredFormat, StoredRows};
 use candle_core::{Result, Shape};
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 /// The most rows that are multiplied here. All numbers of rows up to it give a row the same bits, so that a text does not depend on the
 /// others of its batch.
@@ -42,14 +43,13 @@ pub(super) fn multiply(
     if rows == 0 {
         return Ok((Vec::new(), dims.into()));
     }
-    let sums = block_sums(weight, x);
+    let input = run_vectorised(Prepare { weight, x });
     // [outputs, rows], so that each task writes to its own part.
     let mut y = vec![0f32; outputs * rows];
     y.par_chunks_mut(OUTPUTS * rows).enumerate().for_each(|(task, y)| {
         run_vectorised(Outputs {
             weight,
-            x,
-            sums: &sums,
+            input: &input,
             rows,
             first: task * OUTPUTS,
             y,
@@ -63,22 +63,53 @@ pub(super) fn multiply(
     Ok((transpose_slice(&y, [1, outputs, rows]), dims.into()))
 }
 
-/// The sum of each block of the rows of `x`, for formats with a minimum.
-fn block_sums(weight: StoredRows<'_>, x: &[f32]) -> Vec<f32> {
-    let StoredFormat::Q4K(_) = weight.format else {
-        return Vec::new();
-    };
-    // A row has whole blocks.
-    x.chunks(BLOCK).map(|block| block.iter().sum()).collect()
+/// Rows of inputs as they are multiplied with a weight.
+struct Input<'a> {
+    /// [rows, inputs], in the order of the codes of the weight.
+    x: Cow<'a, [f32]>,
+    /// The sum of each block of inputs, [rows, blocks], for formats with a minimum.
+    sums: Vec<f32>,
+}
+
+/// Makes the [`Input`] of rows.
+struct Prepare<'a> {
+    weight: StoredRows<'a>,
+    /// [rows, inputs].
+    x: &'a [f32],
+}
+
+impl<'a> Kernel for Prepare<'a> {
+    type Output = Input<'a>;
+
+    #[inline(always)]
+    fn run<S: Simd>(self) -> Input<'a> {
+        const ORDER: [usize; UNIT] = order_of_words();
+        let StoredFormat::Q4K(_) = self.weight.format else {
+            return Input {
+                x: Cow::Borrowed(self.x),
+                sums: Vec::new(),
+            };
+        };
+        // A row has whole groups.
+        let mut x = Cow::Borrowed(self.x);
+        if Q4KBlocks::has_words::<S>() {
+            let mut ordered = Vec::with_capacity(x.len());
+            for unit in self.x.as_chunks::<UNIT>().0 {
+                ordered.extend_from_slice(&ORDER.map(|input| unit[input]));
+            }
+            x = Cow::Owned(ordered);
+        }
+        Input {
+            x,
+            sums: self.x.chunks(BLOCK).map(|block| block.iter().sum()).collect(),
+        }
+    }
 }
 
 /// Adds the products of the outputs from `first` on to `y`, [outputs, rows].
 struct Outputs<'a, 'y> {
     weight: StoredRows<'a>,
-    /// [rows, inputs].
-    x: &'a [f32],
-    /// The sum of each block of `x`, [rows, blocks], for formats with a minimum.
-    sums: &'a [f32],
+    input: &'a Input<'a>,
     rows: usize,
     first: usize,
     y: &'y mut [f32],
@@ -117,6 +148,7 @@ impl Outputs<'_, '_> {
         let inputs = self.weight.inputs();
         let whole = inputs - inputs % BLOCK;
         let mut decoded = Decoded::new();
+        let (all_x, all_sums) = (&*self.input.x, &self.input.sums);
         for (tile, y) in self.y.chunks_mut(TILE * self.rows).enumerate() {
             let first = self.first + tile * TILE;
             let count = y.len() / self.rows;
@@ -129,9 +161,9 @@ impl Outputs<'_, '_> {
                 }
                 for row in 0..self.rows {
                     let at = row * inputs + start;
-                    let x = &self.x[at..at + length];
+                    let x = &all_x[at..at + length];
                     let sums = match B::HAS_MIN {
-                        true => &self.sums[(row * inputs + start) / BLOCK..][..length / BLOCK],
+                        true => &all_sums[(row * inputs + start) / BLOCK..][..length / BLOCK],
                         false => &[],
                     };
                     let mut add = |output: usize, product: f32| {
@@ -171,7 +203,7 @@ impl Outputs<'_, '_> {
             for (index, y) in y.iter_mut().enumerate() {
                 let (output, row) = (first + index / self.rows, index % self.rows);
                 for input in whole..inputs {
-                    *y += blocks.number(output, input) * self.x[row * inputs + input] * blocks.row_scale(output);
+                    *y += blocks.number(output, input) * all_x[row * inputs + input] * blocks.row_scale(output);
                 }
             }
         }
@@ -188,6 +220,9 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
     x: &[f32],
     sums: &[f32],
 ) -> [f32; N] {
+    if B::has_words::<S>() {
+        return dot_words::<S, B, N>(blocks, [first, start], x, sums);
+    }
     let vectors = BLOCK / S::LANES;
     let zero = [S::splat(0.0); N];
     let (mut even, mut odd) = (zero, zero);
@@ -266,6 +301,98 @@ fn dot<S: Simd, B: WeightBlocks, const N: usize>(
         }
     }
     products
+}
+
+/// As [`dot`], for formats whose codes are multiplied in the order of the words in which they are stored; `x` is in that order.
+#[inline(always)]
+fn dot_words<S: Simd, B: WeightBlocks, const N: usize>(
+    blocks: B,
+    [first, start]: [usize; 2],
+    x: &[f32],
+    sums: &[f32],
+) -> [f32; N] {
+    let mut totals = [S::splat(0.0); N];
+    let mut minima = [[0f32; BLOCKS]; N];
+    let (groups_of_x, sums) = (x.as_chunks::<GROUP>().0, sums.as_chunks::<BLOCKS>().0);
+    for (index, (x, sums)) in groups_of_x.iter().zip(sums).enumerate() {
+        let mut groups = [blocks.group(first, start + index * GROUP, BLOCKS); N];
+        for (output, group) in groups.iter_mut().enumerate() {
+            *group = blocks.group(first + output, start + index * GROUP, BLOCKS);
+            blocks.prefetch::<S>(*group);
+        }
+        let mut factors = [B::Factors::default(); N];
+        for (factors, group) in factors.iter_mut().zip(groups) {
+            *factors = B::factors::<S>(group);
+        }
+        for ((totals, group), factors) in minima.iter_mut().zip(groups).zip(&factors) {
+            let minima = B::minima(group, factors);
+            for block in 0..BLOCKS {
+                totals[block] += minima[block] * sums[block];
+            }
+        }
+        let mut group_totals = [S::splat(0.0); N];
+        let [first_unit, second_unit] = [&x[..UNIT], &x[UNIT..]];
+        add_unit::<S, B, N>(&mut group_totals, groups, &factors, first_unit, 0);
+        add_unit::<S, B, N>(&mut group_totals, groups, &factors, second_unit, 1);
+        for output in 0..N {
+            totals[output] = S::mul_add(
+                B::group_scale::<S>(groups[output]),
+                group_totals[output],
+                totals[output],
+            );
+        }
+    }
+    let mut products = [0f32; N];
+    for output in 0..N {
+        products[output] = sum::<S>(totals[output]) - minima[output].iter().sum::<f32>();
+    }
+    products
+}
+
+/// Adds the products of the codes of 64 bytes of each group, times their scales, to `totals`.
+#[inline(always)]
+fn add_unit<S: Simd, B: WeightBlocks, const N: usize>(
+    totals: &mut [S::V; N],
+    groups: [B::Group; N],
+    factors: &[B::Factors; N],
+    x: &[f32],
+    unit: usize,
+) {
+    let (low, high) = x.split_at(UNIT / 2);
+    let low = load_four_vectors::<S>(low);
+    for output in 0..N {
+        let sum = products_of_words::<S>(B::load_words::<S, false>(groups[output], unit), low);
+        let scales = B::word_scales::<S, false>(groups[output], &factors[output], unit);
+        totals[output] = S::mul_add(scales, sum, totals[output]);
+    }
+    let high = load_four_vectors::<S>(high);
+    for output in 0..N {
+        let sum = products_of_words::<S>(B::load_words::<S, true>(groups[output], unit), high);
+        let scales = B::word_scales::<S, true>(groups[output], &factors[output], unit);
+        totals[output] = S::mul_add(scales, sum, totals[output]);
+    }
+}
+
+/// The first four vectors of a slice that has so many.
+#[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+#[inline(always)]
+fn load_four_vectors<S: Simd>(x: &[f32]) -> [S::V; 4] {
+    let mut vectors = [S::splat(0.0); 4];
+    for (v, x) in vectors.iter_mut().zip(x.chunks_exact(S::LANES)) {
+        // SAFETY: `x` has as many elements as the vector.
+        *v = unsafe { S::load(x.as_ptr()) };
+    }
+    vectors
+}
+
+/// a0 b0 + a1 b1 + a2 b2 + a3 b3, lane by lane.
+#[inline(always)]
+fn products_of_words<S: Simd>(a: [S::V; 4], b: [S::V; 4]) -> S::V {
+    let mut sum = S::mul(a[0], b[0]);
+    for i in 1..4 {
+        sum = S::mul_add(a[i], b[i], sum);
+    }
+    sum
 }
 
 /// The sum of the lanes.
@@ -364,12 +491,12 @@ mod tests {
                 let mut y = vec![0f32; outputs * 3];
                 let run = |stored: Option<StoredRows<'_>>| {
                     let weight = stored.unwrap();
+                    let input = &run_on(isa, Prepare { weight, x: &x });
                     run_on(
                         isa,
                         Outputs {
                             weight,
-                            x: &x,
-                            sums: &block_sums(weight, &x),
+                            input,
                             rows: 3,
                             first: 0,
                             y: &mut y,
@@ -415,14 +542,13 @@ mod tests {
                 for isa in available_isas() {
                     let on = |x: &[f32], rows: usize| {
                         let mut y = vec![0f32; outputs * rows];
-                        let sums = &block_sums(weight, x);
+                        let input = &run_on(isa, Prepare { weight, x });
                         let y_of = &mut y;
                         run_on(
                             isa,
                             Outputs {
                                 weight,
-                                x,
-                                sums,
+                                input,
                                 rows,
                                 first: 0,
                                 y: y_of,

@@ -53,6 +53,22 @@ pub(super) trait WeightBlocks: Copy {
     fn minima(_group: Self::Group, _factors: &Self::Factors) -> [f32; BLOCKS] {
         [0.0; BLOCKS]
     }
+    /// Whether groups are whole, and `S` multiplies their codes in the order of the 32-bit words in which they are stored ([`order_of_words`]):
+    /// fewer instructions than in the order of the inputs.
+    #[inline(always)]
+    fn has_words<S: Simd>() -> bool {
+        false
+    }
+    /// For [`Self::has_words`]: codes of 64 bytes of a group, a vector for each byte of the words, from their low or their high four bits.
+    #[inline(always)]
+    fn load_words<S: Simd, const HIGH: bool>(_group: Self::Group, _unit: usize) -> [S::V; 4] {
+        [S::splat(0.0); 4]
+    }
+    /// The scales of the codes of [`Self::load_words`].
+    #[inline(always)]
+    fn word_scales<S: Simd, const HIGH: bool>(_group: Self::Group, _factors: &Self::Factors, _unit: usize) -> S::V {
+        S::splat(1.0)
+    }
     /// The scale of a row.
     #[inline(always)]
     fn row_scale(self, _output: usize) -> f32 {
@@ -63,6 +79,31 @@ pub(super) trait WeightBlocks: Copy {
     fn number(self, _output: usize, _input: usize) -> f32 {
         0.0
     }
+}
+
+/// Lanes for which [`order_of_words`] is made.
+const WORD_LANES: usize = 16;
+/// Inputs of the codes of 64 bytes.
+pub(super) const UNIT: usize = 4 * BLOCK;
+
+/// Which input is at a place of the order of [`WeightBlocks::has_words`], from the first input of 128 on. Their codes are in 64 bytes, which are loaded
+/// as 16 words: those of two blocks in the low four bits, and after 32 bytes of two more.
+pub(super) const fn order_of_words() -> [usize; UNIT] {
+    let mut order = [0; UNIT];
+    let mut place = 0;
+    while place < UNIT {
+        let (high, byte, lane) = (place / 64, place / WORD_LANES % 4, place % WORD_LANES);
+        order[place] = 64 * (lane / 8) + BLOCK * high + 4 * (lane % 8) + byte;
+        place += 1;
+    }
+    order
+}
+
+/// The two blocks, of a group, whose codes are in the lanes of [`WeightBlocks::load_words`].
+#[inline(always)]
+const fn blocks_of_words(unit: usize, high: bool) -> [usize; 2] {
+    let first = 4 * unit + high as usize;
+    [first, first + 2]
 }
 
 /// The vectors of a block: the expression, for `at` the first of the numbers of each. A macro, because a closure would be compiled without the
@@ -310,6 +351,37 @@ impl<'a> WeightBlocks for Q4KBlocks<'a> {
         S::splat(codes[block])
     }
     #[inline(always)]
+    fn has_words<S: Simd>() -> bool {
+        S::LANES == WORD_LANES
+    }
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load_words<S: Simd, const HIGH: bool>(group: Self::Group, unit: usize) -> [S::V; 4] {
+        let codes = group[16 + 64 * unit..][..64].as_ptr();
+        // SAFETY: the 16 words are inside the 64 bytes.
+        unsafe {
+            match HIGH {
+                false => [
+                    S::load_four::<0>(codes),
+                    S::load_four::<8>(codes),
+                    S::load_four::<16>(codes),
+                    S::load_four::<24>(codes),
+                ],
+                true => [
+                    S::load_four::<4>(codes),
+                    S::load_four::<12>(codes),
+                    S::load_four::<20>(codes),
+                    S::load_four::<28>(codes),
+                ],
+            }
+        }
+    }
+    #[inline(always)]
+    fn word_scales<S: Simd, const HIGH: bool>(_: Self::Group, codes: &Self::Factors, unit: usize) -> S::V {
+        let [first, second] = blocks_of_words(unit, HIGH);
+        S::halves(codes[first], codes[second])
+    }
+    #[inline(always)]
     fn minima(group: Self::Group, codes: &Self::Factors) -> [f32; BLOCKS] {
         let scale = f16_to_f32(group[2], group[3]);
         let mut minima = [0f32; BLOCKS];
@@ -402,17 +474,26 @@ impl Decoded {
             let count = BLOCKS.min(length / BLOCK - first);
             let group = blocks.group(output, input + first * BLOCK, count);
             let factors = B::factors::<S>(group);
+            if B::has_words::<S>() {
+                for unit in 0..2 {
+                    self.store_words::<S>(slot, first + 4 * unit, B::load_words::<S, false>(group, unit));
+                    self.store_words::<S>(slot, first + 4 * unit + 2, B::load_words::<S, true>(group, unit));
+                }
+            }
             for block in 0..count {
+                if B::HAS_SCALE {
+                    let scale = B::scale::<S>(group, &factors, block);
+                    // SAFETY: one element is written.
+                    unsafe { S::store_first(&raw mut self.scales[slot][first + block], scale, 1) };
+                }
+                if B::has_words::<S>() {
+                    continue;
+                }
                 let loaded = B::load::<S>(group, &factors, block);
                 let to = &mut self.codes[slot][first + block];
                 for (v, to) in loaded.into_iter().zip(to.chunks_exact_mut(S::LANES)) {
                     // SAFETY: `to` has as many elements as the vector.
                     unsafe { S::store(to.as_mut_ptr(), v) };
-                }
-                if B::HAS_SCALE {
-                    let scale = B::scale::<S>(group, &factors, block);
-                    // SAFETY: one element is written.
-                    unsafe { S::store_first(&raw mut self.scales[slot][first + block], scale, 1) };
                 }
             }
             if B::HAS_GROUP_SCALE {
@@ -428,6 +509,17 @@ impl Decoded {
             if B::HAS_MIN {
                 self.minima[slot][first / BLOCKS] = B::minima(group, &factors);
             }
+        }
+    }
+
+    /// Stores four vectors, one for each byte of words, in two blocks from this one on.
+    #[expect(unsafe_code, reason = "stores of vectors take raw pointers")]
+    #[inline(always)]
+    fn store_words<S: Simd>(&mut self, slot: usize, block: usize, vectors: [S::V; 4]) {
+        let to = self.codes[slot][block..block + 2].as_flattened_mut();
+        for (v, to) in vectors.into_iter().zip(to.chunks_exact_mut(S::LANES)) {
+            // SAFETY: `to` has as many elements as the vector.
+            unsafe { S::store(to.as_mut_ptr(), v) };
         }
     }
 
@@ -488,6 +580,27 @@ impl<'a, B: WeightBlocks> WeightBlocks for DecodedBlocks<'a, B> {
     #[inline(always)]
     fn scale<S: Simd>((_, scales, ..): Self::Group, (): &(), block: usize) -> S::V {
         S::splat(scales[block])
+    }
+    #[inline(always)]
+    fn has_words<S: Simd>() -> bool {
+        B::has_words::<S>()
+    }
+    #[expect(unsafe_code, reason = "loads of vectors take raw pointers")]
+    #[inline(always)]
+    fn load_words<S: Simd, const HIGH: bool>((codes, ..): Self::Group, unit: usize) -> [S::V; 4] {
+        let first = 4 * unit + 2 * usize::from(HIGH);
+        let codes = codes[first..first + 2].as_flattened();
+        let mut vectors = [S::splat(0.0); 4];
+        for (v, codes) in vectors.iter_mut().zip(codes.chunks_exact(S::LANES)) {
+            // SAFETY: `codes` has as many elements as the vector.
+            *v = unsafe { S::load(codes.as_ptr()) };
+        }
+        vectors
+    }
+    #[inline(always)]
+    fn word_scales<S: Simd, const HIGH: bool>((_, scales, ..): Self::Group, (): &(), unit: usize) -> S::V {
+        let [first, second] = blocks_of_words(unit, HIGH);
+        S::halves(scales[first], scales[second])
     }
     #[inline(always)]
     fn group_scale<S: Simd>((.., scale): Self::Group) -> S::V {
