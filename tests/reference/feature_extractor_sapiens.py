@@ -51,10 +51,13 @@ class Sapiens(nn.Module):
         self.blocks = nn.ModuleList(Layer(kv_heads) for kv_heads in KV_HEADS)
         self.ln1 = nn.RMSNorm(WIDTH, eps=1e-6)
 
+    # Where weights have another type than bf16, PyTorch computes angles in float32, from places and periods in bf16.
+    angle_type = torch.bfloat16
+
     def tables(self, rows, columns):
         places = [torch.arange(0.5, count, dtype=torch.bfloat16) / count for count in (rows, columns)]
         places = 2 * torch.stack(torch.meshgrid(*places, indexing="ij"), -1).flatten(0, 1) - 1
-        angles = 2 * math.pi * places[:, :, None] / self.rope_embed.periods.bfloat16()
+        angles = 2 * math.pi * places[:, :, None] / self.rope_embed.periods.bfloat16().to(self.angle_type)
         angles = angles.flatten(1).tile(2)
         # Class and storage tokens are not rotated.
         pad = lambda table, value: F.pad(table.double(), (0, 0, 1 + STORAGE, 0), value=value)
@@ -64,10 +67,14 @@ class Sapiens(nn.Module):
         """Images from -1 to 1 -> all tokens."""
         row = lambda values: torch.tensor(values, dtype=images.dtype).view(1, 3, 1, 1)
         x = ((images + 1) / 2 - row([0.485, 0.456, 0.406])) / row([0.229, 0.224, 0.225])
-        x = self.patch_embed.projection(scaled(x, PATCH, 1024 * 1024))
+        return [self.tokens(scaled(x, PATCH, 1024 * 1024))]
+
+    def tokens(self, x):
+        """Standardised images -> all tokens."""
+        x = self.patch_embed.projection(x)
         cos, sin = self.tables(*x.shape[2:])
         first = torch.cat([self.cls_token, self.storage_tokens], 1).expand(len(x), -1, -1)
         x = torch.cat([first, x.flatten(2).transpose(1, 2)], 1)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return [self.ln1(x)]
+        return self.ln1(x)

@@ -91,6 +91,14 @@ pub(super) fn dataset_warnings(set: &DatasetReport, brief: bool) -> Vec<String> 
     warnings
 }
 
+/// What is said of control images or masks that a network makes.
+fn to_make(count: u64) -> String {
+    match count {
+        0 => String::new(),
+        count => format!(" ({count} more are made before the training)"),
+    }
+}
+
 /// Returns all lines about a data set.
 pub(super) fn dataset_lines(set: &DatasetReport) -> Vec<String> {
     let mut lines = vec![path_and_resolution(set)];
@@ -102,12 +110,11 @@ pub(super) fn dataset_lines(set: &DatasetReport) -> Vec<String> {
     }
     if let Some(masks) = set.masks {
         counts += &format!(", {masks} with masks");
+        counts += &to_make(set.masks_to_make);
     }
     if let Some(controls) = set.controls {
         counts += &format!(", {controls} with {}", set.controls_noun);
-        if set.controls_to_make > 0 {
-            counts += &format!(" ({} more are made before the training)", set.controls_to_make);
-        }
+        counts += &to_make(set.controls_to_make);
     }
     lines.push(counts);
     let without_path = |message: String| {

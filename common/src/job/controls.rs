@@ -8,6 +8,10 @@ use super::schema::{ReadContext, SupportReport, join};
 
 /// The repository with the network of `depth`, as in ai-toolkit.
 pub const DEPTH_REPOSITORY: &str = "depth-anything/Depth-Anything-V2-Large-hf";
+/// The repository with the network of `mask`, as in ai-toolkit.
+pub const MASK_REPOSITORY: &str = "ZhengPeng7/BiRefNet_HR";
+/// The repository with the network of `sapiens2_mask`, as in ai-toolkit.
+pub const SAPIENS2_MASK_REPOSITORY: &str = "facebook/sapiens2-matting-1b";
 
 choices! {
     /// What a file `_controls/NAME.TYPE.jpg` beside an image `NAME` is.
@@ -45,6 +49,18 @@ impl ControlType {
         match self {
             Self::Depth => Some("depth_estimator"),
             Self::Line => Some("line_detector"),
+            Self::Mask => Some("background_remover"),
+            Self::Sapiens2Mask => Some("matting_model"),
+            _ => None,
+        }
+    }
+
+    /// The repository with the network that makes files of this type where the key names none. `None`: missing files are an error then.
+    fn default_generator(self) -> Option<&'static str> {
+        match self {
+            Self::Depth => Some(DEPTH_REPOSITORY),
+            Self::Mask => Some(MASK_REPOSITORY),
+            Self::Sapiens2Mask => Some(SAPIENS2_MASK_REPOSITORY),
             _ => None,
         }
     }
@@ -75,22 +91,39 @@ impl DatasetConfig {
         self.control_types().find(|kind| kind.is_mask())
     }
 
-    /// The network that makes the control images of `controls` that are missing: a file, a folder or a repository.
+    /// The value of the key that names the network which makes files of a type.
+    fn generator_value(&mut self, kind: ControlType) -> Option<&mut Option<String>> {
+        match kind {
+            ControlType::Depth => Some(&mut self.depth_estimator),
+            ControlType::Line => Some(&mut self.line_detector),
+            ControlType::Mask => Some(&mut self.background_remover),
+            ControlType::Sapiens2Mask => Some(&mut self.matting_model),
+            _ => None,
+        }
+    }
+
+    /// The network that makes files of a type that are missing: a file, a folder or a repository. `None`: `controls` does not have the type,
+    /// or its key names no network.
     #[must_use]
-    pub fn control_generator(&self) -> Option<&str> {
-        let path = match self.condition_type()? {
+    pub fn control_generator(&self, kind: ControlType) -> Option<&str> {
+        if ![self.condition_type(), self.mask_type()].contains(&Some(kind)) {
+            return None;
+        }
+        let path = match kind {
             ControlType::Depth => self.depth_estimator.as_deref(),
             ControlType::Line => self.line_detector.as_deref(),
-            _ => None,
+            ControlType::Mask => self.background_remover.as_deref(),
+            ControlType::Sapiens2Mask => self.matting_model.as_deref(),
+            ControlType::Pose | ControlType::Inpaint => None,
         };
         path.filter(|path| !path.is_empty())
     }
 
     /// The keys of networks that are not opened.
-    pub(super) fn unopened_control_generators(&self) -> impl Iterator<Item = &'static str> + use<> {
-        let opened = self.control_generator().and(self.condition_type());
-        let keys = [ControlType::Depth, ControlType::Line].into_iter();
-        keys.filter(move |kind| Some(*kind) != opened)
+    pub(super) fn unopened_control_generators(&self) -> impl Iterator<Item = &'static str> {
+        let kinds = ControlType::ALL.iter().copied();
+        kinds
+            .filter(|kind| self.control_generator(*kind).is_none())
             .filter_map(ControlType::generator_key)
     }
 
@@ -121,8 +154,10 @@ impl DatasetConfig {
                 }
             }
         }
-        if self.condition_type() == Some(ControlType::Depth) && self.depth_estimator.is_none() {
-            self.depth_estimator = Some(DEPTH_REPOSITORY.to_owned());
+        for kind in [self.condition_type(), self.mask_type()].into_iter().flatten() {
+            if let Some(value) = self.generator_value(kind).filter(|value| value.is_none()) {
+                *value = kind.default_generator().map(str::to_owned);
+            }
         }
     }
 
@@ -179,10 +214,12 @@ impl TrainerProcess {
 
     /// The networks that make control images of its data sets.
     pub fn control_generators(&self) -> impl Iterator<Item = ControlGeneratorSource<'_>> {
-        self.datasets.iter().enumerate().filter_map(|(index, set)| {
-            let (kind, path) = (set.condition_type()?, set.control_generator()?);
-            let key = format!("datasets[{index}].{}", kind.generator_key()?);
-            Some(ControlGeneratorSource { key, kind, path })
+        self.datasets.iter().enumerate().flat_map(|(index, set)| {
+            ControlType::ALL.iter().filter_map(move |kind| {
+                let path = set.control_generator(*kind)?;
+                let key = format!("datasets[{index}].{}", kind.generator_key()?);
+                Some(ControlGeneratorSource { key, kind: *kind, path })
+            })
         })
     }
 }
@@ -267,11 +304,12 @@ mod tests {
 
     #[test]
     fn networks_that_make_control_images_are_inputs_where_they_are_used() {
+        let keys = ControlType::ALL.iter().filter_map(|kind| kind.generator_key());
+        let keys: Vec<&str> = keys.collect();
         let inputs = |lines: &str| -> Vec<(String, bool)> {
             let job = load_yaml(&config(lines, "flux_kontext")).unwrap();
             let inputs = job.spec.inputs().into_iter();
-            let generators =
-                inputs.filter(|input| input.key.ends_with("_estimator") || input.key.ends_with("_detector"));
+            let generators = inputs.filter(|input| keys.iter().any(|key| input.key.ends_with(key)));
             generators
                 .map(|input| (input.config_path.clone(), input.may_be_repository()))
                 .collect()
@@ -285,7 +323,23 @@ mod tests {
             inputs("controls: line\nline_detector: ./teed.safetensors"),
             [("./teed.safetensors".to_owned(), false)]
         );
+        assert_eq!(
+            inputs("controls: [mask, line]\nline_detector: teed.safetensors\nmatting_model: other"),
+            [
+                ("teed.safetensors".to_owned(), false),
+                (MASK_REPOSITORY.to_owned(), true)
+            ]
+        );
+        assert_eq!(
+            inputs("controls: sapiens2_mask"),
+            [(SAPIENS2_MASK_REPOSITORY.to_owned(), true)]
+        );
+        assert_eq!(
+            inputs("controls: mask\nbackground_remover: ./model.safetensors"),
+            [("./model.safetensors".to_owned(), false)]
+        );
         for lines in [
+            "controls: mask\nbackground_remover: ''",
             "controls: depth\ndepth_estimator: ''",
             "controls: line",
             "controls: pose\ndepth_estimator: a/b\nline_detector: c",
@@ -302,11 +356,18 @@ mod tests {
         let sources: Vec<_> = process.control_generators().collect();
         assert_eq!(
             sources,
-            [ControlGeneratorSource {
-                key: "datasets[0].line_detector".into(),
-                kind: ControlType::Line,
-                path: "teed.safetensors"
-            }]
+            [
+                ControlGeneratorSource {
+                    key: "datasets[0].line_detector".into(),
+                    kind: ControlType::Line,
+                    path: "teed.safetensors"
+                },
+                ControlGeneratorSource {
+                    key: "datasets[0].background_remover".into(),
+                    kind: ControlType::Mask,
+                    path: MASK_REPOSITORY
+                }
+            ]
         );
     }
 

@@ -200,14 +200,20 @@ section! {
         /// False: control images are resized to 512x512, then to the size of their images, and neither flipped nor cropped.
         full_size_control_images: bool = true, Works;
         /// What is in the folder `_controls` beside each image `NAME`, as `_controls/NAME.TYPE.jpg` (or `.jpeg`, `.png`, `.webp`): its control image
-        /// (`depth`, `line` or `pose`; FLUX.1 Kontext, `adapter`), and its loss mask (`mask` or `sapiens2_mask`). Files of `depth` and `line` that
-        /// are missing are made. See docs/datasets.md.
+        /// (`depth`, `line` or `pose`; FLUX.1 Kontext, `adapter`), and its loss mask (`mask` or `sapiens2_mask`). Files that are missing are
+        /// made, except those of `pose`. See docs/datasets.md.
         controls: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Ours: the network that makes files of `depth`: a folder with `config.json`, or a repository of transformers' Depth Anything V2.
         /// Empty: files that are missing are an error.
         depth_estimator: Option<String> = None, Works, shown "with `controls: depth` `depth-anything/Depth-Anything-V2-Large-hf`", input Vae;
         /// Ours: the network that makes files of `line`: TEED as a safetensors file. Without it files that are missing are an error.
         line_detector: Option<String> = None, Works, input Vae;
+        /// Ours: the network that makes files of `mask`: BiRefNet as a safetensors file, or a folder or repository with one. Empty: files that
+        /// are missing are an error.
+        background_remover: Option<String> = None, Works, shown "with `controls: mask` `ZhengPeng7/BiRefNet_HR`", input Vae;
+        /// Ours: the network that makes files of `sapiens2_mask`: Sapiens 2 with its matting head as a safetensors file, or a folder or
+        /// repository with one. Empty: files that are missing are an error.
+        matting_model: Option<String> = None, Works, shown "with `controls: sapiens2_mask` `facebook/sapiens2-matting-1b`", input Vae;
         /// Images whose transparency marks the region to inpaint.
         inpaint_path: Option<String> = None, Refused("only models that aitk does not run (Flex.2) are trained to inpaint"), input ControlImages;
         /// Folder of loss masks, matched to images by stem: white is full weight; the weights are scaled to 1 on average over a

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// How many digits of a hash are in the name of a file in a cache.
 const HASH_DIGITS: usize = 16;
 
-/// The control images in `_controls` beside the images of a data set.
+/// The control images or masks in `_controls` beside the images of a data set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlsBeside {
     /// Their type.
@@ -46,7 +46,7 @@ impl ControlsBeside {
     /// # Errors
     /// When the image cannot be read.
     pub fn new_paths(&self, image: &Path) -> Result<Vec<PathBuf>> {
-        let beside = names(image, self.kind).next().filter(|_| !self.writes_cache);
+        let beside = Some(name(image, self.kind, new_suffix(self.kind))).filter(|_| !self.writes_cache);
         let cached = match &self.cache {
             Some(folder) => Some(folder.join(self.cached_name(image)?)),
             None => None,
@@ -63,8 +63,14 @@ impl ControlsBeside {
         );
         let hash = hex::encode(Sha256::digest(of.as_bytes()));
         let stem = image.file_stem().unwrap_or_default().to_string_lossy();
-        Ok(format!("{stem}.{}.{}.jpg", &hash[..HASH_DIGITS], self.kind))
+        let suffix = new_suffix(self.kind);
+        Ok(format!("{stem}.{}.{}.{suffix}", &hash[..HASH_DIGITS], self.kind))
     }
+}
+
+/// The suffix of a new file. Masks are weights of the loss, so they are saved without loss.
+fn new_suffix(kind: ControlType) -> &'static str {
+    if kind.is_mask() { "png" } else { "jpg" }
 }
 
 /// The control image of this type of an image: `_controls/NAME.TYPE.jpg` beside it, or `.jpeg`, `.png` or `.webp`, the first of these.
@@ -83,15 +89,15 @@ pub(super) fn file_beside(image: &Path, kind: ControlType, allowed_paths: &Allow
     Ok(Some(path))
 }
 
-/// The names that are looked for, in this order. The first is that of a new file.
+/// The names that are looked for, in this order.
 fn names(image: &Path, kind: ControlType) -> impl Iterator<Item = PathBuf> {
-    let folder = image.parent().unwrap_or(Path::new("")).join(CONTROLS_FOLDER);
-    let stem = image.file_stem().unwrap_or_default().to_os_string();
-    IMAGE_SUFFIXES.iter().map(move |suffix| {
-        let mut name = stem.clone();
-        name.push(format!(".{kind}.{suffix}"));
-        folder.join(name)
-    })
+    IMAGE_SUFFIXES.iter().map(move |suffix| name(image, kind, suffix))
+}
+
+fn name(image: &Path, kind: ControlType, suffix: &str) -> PathBuf {
+    let mut name = image.file_stem().unwrap_or_default().to_os_string();
+    name.push(format!(".{kind}.{suffix}"));
+    image.parent().unwrap_or(Path::new("")).join(CONTROLS_FOLDER).join(name)
 }
 
 /// The error about images without a file of this type, which is not made: the first of them, and how many there are among `images`.

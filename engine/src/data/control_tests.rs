@@ -520,13 +520,18 @@ fn control_images_from_the_same_folder_are_each_other_image_equally_often() {
 /// A data set whose control images are of this type.
 fn beside(root: &Path, kind: ControlType) -> DatasetOptions {
     let mut options = options(root, &[]);
-    options.controls.as_mut().unwrap().source = ControlSource::Beside(ControlsBeside {
+    options.controls.as_mut().unwrap().source = ControlSource::Beside(never_made(kind));
+    options
+}
+
+/// Files of a type that no network makes.
+fn never_made(kind: ControlType) -> ControlsBeside {
+    ControlsBeside {
         kind,
         generator: None,
         cache: None,
         writes_cache: false,
-    });
-    options
+    }
 }
 
 #[test]
@@ -586,7 +591,7 @@ fn masks_beside_their_images_are_needed_for_each() {
     let masked = || DatasetOptions {
         controls: None,
         masks: Some(MaskOptions {
-            source: MaskSource::Beside(ControlType::Mask),
+            source: MaskSource::Beside(never_made(ControlType::Mask)),
             invert: false,
             min_value: 0.0,
         }),
@@ -624,7 +629,7 @@ fn control_images_beside_their_images_must_stay_in_the_data_set() {
         if kind.is_mask() {
             confined.controls = None;
             confined.masks = Some(MaskOptions {
-                source: MaskSource::Beside(kind),
+                source: MaskSource::Beside(never_made(kind)),
                 invert: false,
                 min_value: 0.0,
             });
@@ -686,4 +691,49 @@ fn control_images_that_a_network_makes_are_beside_the_images_or_in_a_cache() {
     // The file beside the image has precedence.
     save(&paths[0], (64, 64), 5);
     assert_eq!(found(options)[1], paths[0]);
+}
+
+#[test]
+fn masks_that_a_network_makes_are_beside_the_images_or_in_a_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    for name in ["data/a.png", "data/b.png", "data/_controls/a.mask.webp"] {
+        save(&root.join(name), (64, 64), 0);
+    }
+    let beside = ControlsBeside {
+        kind: ControlType::Mask,
+        generator: Some("birefnet".into()),
+        cache: Some(root.join("cache")),
+        writes_cache: false,
+    };
+    let masked = DatasetOptions {
+        controls: None,
+        masks: Some(MaskOptions {
+            source: MaskSource::Beside(beside.clone()),
+            invert: false,
+            min_value: 0.0,
+        }),
+        // Those in the cache are outside of the data set.
+        stay_in_folder: true,
+        ..options(root, &[])
+    };
+    let report = DatasetReport::read(&masked, "data", UNIT).unwrap();
+    assert_eq!((report.masks, report.masks_to_make), (Some(1), 1));
+    assert!(Dataset::open(masked.clone(), UNIT, 0).is_err(), "it is made before");
+    let scan = DatasetScan::read(&masked, false).unwrap();
+    let image = root.join("data/b.png");
+    assert_eq!(scan.images_without(&beside).unwrap(), [image.clone()]);
+
+    let paths = beside.new_paths(&image).unwrap();
+    assert_eq!(paths[0], root.join("data/_controls/b.mask.png"));
+    assert!(paths[1].to_str().unwrap().ends_with(".mask.png"), "{paths:?}");
+    save(&paths[1], (64, 64), 255);
+    let report = DatasetReport::read(&masked, "data", UNIT).unwrap();
+    assert_eq!((report.masks, report.masks_to_make), (Some(2), 0));
+    let (dataset, _) = open(masked);
+    let mask = dataset
+        .items
+        .iter()
+        .find_map(|item| item.mask.clone().filter(|_| item.path == image));
+    assert_eq!(mask.unwrap().path, paths[1]);
 }

@@ -4,11 +4,13 @@ use super::allowed_paths::AllowedPaths;
 use super::bucket::have_same_aspect_ratio;
 use super::caption::{caption_path, read_caption, read_pair_caption};
 use super::captions_file::read_captions_file;
+use super::control_files::ControlsBeside;
 use super::controls::ControlOptions;
 use super::dataset_options::DatasetOptions;
 use super::discover::discover;
 use super::excluded::excluded_images;
 use super::item_plan::plan_item;
+use super::masks::MaskOptions;
 use super::sizes::SizeCache;
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -52,8 +54,8 @@ pub struct DatasetScan {
 }
 
 impl DatasetScan {
-    /// Lists the images and reads their headers and captions. `for_training`: the cache of image sizes is written, and control images that a
-    /// network makes are there.
+    /// Lists the images and reads their headers and captions. `for_training`: the cache of image sizes is written, and control images and
+    /// masks that a network makes are there.
     ///
     /// # Errors
     /// When a folder is missing, an image is too large to decode, a caption is not UTF-8, a control image is missing or damaged, or a mask of
@@ -159,7 +161,8 @@ impl DatasetScan {
         if let Some(files) = control_files.filter(|_| !(without_control.is_empty() || is_generated && !for_training)) {
             return Err(files.missing(&options.path, &without_control, scan.images.len()));
         }
-        if let Some(masks) = &options.masks {
+        let needs_mask = |masks: &&MaskOptions| for_training || masks.generated().is_none();
+        if let Some(masks) = options.masks.as_ref().filter(needs_mask) {
             let images = scan.images.iter().map(|image| image.path.as_path());
             masks.check_complete(&options.path, images, &scan.allowed_paths)?;
         }
@@ -167,6 +170,20 @@ impl DatasetScan {
             sizes.save();
         }
         Ok(scan)
+    }
+
+    /// The images that have no file of `beside` yet.
+    ///
+    /// # Errors
+    /// When a file is outside of what may be opened, or an image cannot be read.
+    pub fn images_without(&self, beside: &ControlsBeside) -> Result<Vec<PathBuf>> {
+        let mut missing = Vec::new();
+        for image in &self.images {
+            if beside.find(&image.path, &self.allowed_paths)?.is_none() {
+                missing.push(image.path.clone());
+            }
+        }
+        Ok(missing)
     }
 
     /// Checks that no image is too small for a random crop or too large after `scale`, and that there are short captions where they

@@ -3,13 +3,12 @@
 use super::allowed_paths::AllowedPaths;
 use super::augment::{SpatialChange, moved};
 use super::bucket::have_same_aspect_ratio;
-use super::control_files;
+use super::control_files::{self, ControlsBeside};
 use super::discover::IMAGE_SUFFIXES;
 use super::pixels::apply_plan;
 use super::training_image::{Mask, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::image_io;
-use aitk_common::job::controls::ControlType;
 use std::path::{Path, PathBuf};
 
 /// Where the masks of a data set are.
@@ -20,7 +19,7 @@ pub enum MaskSource {
     /// A folder of files that have the stems of their images. An image without one has no mask.
     Folder(PathBuf),
     /// In `_controls` beside each image, made of it.
-    Beside(ControlType),
+    Beside(ControlsBeside),
 }
 
 /// The mask options of a data set.
@@ -35,6 +34,15 @@ pub struct MaskOptions {
 }
 
 impl MaskOptions {
+    /// Those beside the images that are made where they are missing.
+    #[must_use]
+    pub fn generated(&self) -> Option<&ControlsBeside> {
+        match &self.source {
+            MaskSource::Beside(beside) if beside.generator.is_some() => Some(beside),
+            _ => None,
+        }
+    }
+
     /// Checks that the folder exists.
     ///
     /// # Errors
@@ -68,12 +76,12 @@ impl MaskOptions {
         let (path, alpha) = match &self.source {
             MaskSource::Alpha => (Some(image.to_path_buf()), true),
             MaskSource::Folder(folder) => (file_of_stem(folder, image), false),
-            MaskSource::Beside(kind) => (control_files::file_beside(image, *kind, allowed_paths)?, false),
+            MaskSource::Beside(beside) => (beside.find(image, allowed_paths)?, false),
         };
         let Some(path) = path else {
             return Ok(None);
         };
-        if !alpha {
+        if matches!(self.source, MaskSource::Folder(_)) {
             allowed_paths.check(&path)?;
         }
         Ok(Some(Mask {
@@ -94,19 +102,19 @@ impl MaskOptions {
         images: impl Iterator<Item = &'i Path>,
         allowed_paths: &AllowedPaths,
     ) -> Result<()> {
-        let MaskSource::Beside(kind) = self.source else {
+        let MaskSource::Beside(beside) = &self.source else {
             return Ok(());
         };
         let (mut missing, mut count) = (Vec::new(), 0);
         for image in images {
             count += 1;
-            if control_files::file_beside(image, kind, allowed_paths)?.is_none() {
+            if beside.find(image, allowed_paths)?.is_none() {
                 missing.push(image.to_path_buf());
             }
         }
         match missing.is_empty() {
             true => Ok(()),
-            false => Err(control_files::missing(data_set, kind, &missing, count)),
+            false => Err(control_files::missing(data_set, beside.kind, &missing, count)),
         }
     }
 }

@@ -7,7 +7,7 @@ use super::dataset_options::{DatasetOptions, check_options};
 use super::dataset_scan::DatasetScan;
 use super::discover::is_controls_folder;
 use super::item_plan::{flip_variants, plan_item};
-use super::masks::{MaskSource, check_mask_file};
+use super::masks::{MaskOptions, MaskSource, check_mask_file};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use serde::Serialize;
@@ -79,6 +79,8 @@ pub struct DatasetReport {
     pub control_files: u64,
     /// How many images have a mask. `None`: the data set uses no masks.
     pub masks: Option<u64>,
+    /// How many masks are missing, and made before the training.
+    pub masks_to_make: u64,
     /// How many images have a control image. `None`: the data set has none.
     pub controls: Option<u64>,
     /// How many control images are missing, and made before the training.
@@ -254,6 +256,9 @@ impl DatasetReport {
         }
         for path in &contents.cut_off_controls {
             report.cut_off.add(|| relative(path));
+        }
+        if options.masks.as_ref().and_then(MaskOptions::generated).is_some() {
+            report.masks_to_make = report.images - report.masks.unwrap_or(0);
         }
         report.control_files = contents
             .control_files

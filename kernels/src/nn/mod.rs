@@ -60,7 +60,7 @@ pub use linear::{Linear, linear};
 pub use max_pool::max_pool;
 pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, NormParams, RmsNorm};
-pub use resize::upsample_nearest;
+pub use resize::{pixel_shuffle, upsample_nearest};
 pub use rotary::{Rotary, RotaryPairs};
 pub use scale_channels::scale_channels;
 pub use sinusoids::sinusoids;

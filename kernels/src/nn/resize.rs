@@ -6,6 +6,19 @@ use crate::autograd::{Input, Operation, apply};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
+/// x [b, c * side^2, h, w] -> [b, c, h * side, w * side]: PyTorch's `pixel_shuffle`.
+///
+/// # Errors
+/// When x has another rank, or its channels are not a multiple of `side^2`.
+pub fn pixel_shuffle(x: &Tensor, side: usize) -> candle_core::Result<Tensor> {
+    let (batch, channels, height, width) = x.dims4()?;
+    let channels = channels / (side * side).max(1);
+    x.reshape(vec![batch, channels, side, side, height, width])?
+        .permute(vec![0, 1, 4, 2, 5, 3])?
+        .contiguous()?
+        .reshape((batch, channels, height * side, width * side))
+}
+
 /// x [b, c, h, w] -> [b, c, height, width], every pixel from the nearest one as in PyTorch
 /// (`floor(i * in / out)`, in f32).
 ///

@@ -1,9 +1,9 @@
-//! Makes the control images of a run that are missing (`datasets[].controls`), before its data sets are opened and its model is loaded.
+//! Makes the control images and masks of a run that are missing (`datasets[].controls`), before its data sets are opened and its model is loaded.
 
 use super::super::context::Context;
 use super::super::rate::Progress;
 use super::options;
-use crate::data::{ControlOptions, ControlsBeside, DatasetScan};
+use crate::data::{ControlOptions, ControlsBeside, DatasetScan, MaskOptions};
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -76,17 +76,17 @@ fn missing(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec<Work>> {
     }
     for options in options::dataset_options(process, cx)? {
         let scan = DatasetScan::read(&options, false)?;
-        let Some(beside) = options.controls.as_ref().and_then(ControlOptions::generated) else {
-            continue;
-        };
-        let images = scan.images.into_iter().filter(|image| image.control.is_none());
-        let images = images.map(|image| image.path);
-        match all.iter_mut().find(|work| work.beside == *beside) {
-            Some(work) => work.images.extend(images),
-            None => all.push(Work {
-                beside: beside.clone(),
-                images: images.collect(),
-            }),
+        let controls = options.controls.as_ref().and_then(ControlOptions::generated);
+        let masks = options.masks.as_ref().and_then(MaskOptions::generated);
+        for beside in controls.into_iter().chain(masks) {
+            let images = scan.images_without(beside)?;
+            match all.iter_mut().find(|work| work.beside == *beside) {
+                Some(work) => work.images.extend(images),
+                None => all.push(Work {
+                    beside: beside.clone(),
+                    images: images.into_iter().collect(),
+                }),
+            }
         }
     }
     all.retain(|work| !work.images.is_empty());

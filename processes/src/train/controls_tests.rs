@@ -191,6 +191,63 @@ fn control_images_are_in_the_cache_of_a_worker_or_in_the_run_folder_where_the_im
 }
 
 #[test]
+fn masks_that_are_missing_are_made_before_the_training() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let mut process = trainer(root, 2);
+    let set = &mut process.datasets[0];
+    set.controls = OneOrMany(vec!["sapiens2_mask".into()]);
+    set.matting_model = network("masks/matting.safetensors");
+    let beside = root.join("data/_controls");
+    std::fs::create_dir(&beside).unwrap();
+    let existing = image::GrayImage::from_pixel(32, 32, image::Luma([200]));
+    existing.save(beside.join("p0.sapiens2_mask.jpg")).unwrap();
+    let events = complete(process.clone());
+    assert!(
+        logs(&events).contains("making 4 control images of type `sapiens2_mask`"),
+        "{}",
+        logs(&events)
+    );
+    let first = files(&beside);
+    let names: Vec<&str> = first.keys().map(String::as_str).collect();
+    let of = |i: usize, suffix: &str| format!("p{i}.sapiens2_mask.{suffix}");
+    let expected = [of(0, "jpg"), of(1, "png"), of(2, "png"), of(3, "png"), of(4, "png")];
+    assert_eq!(names, expected);
+    for name in &names[1..] {
+        let image = image::load_from_memory(&first[*name]).unwrap().to_luma8();
+        assert!(image.pixels().any(|p| p.0[0] != image.get_pixel(0, 0).0[0]), "{name}");
+    }
+    // They are the weights of the loss.
+    let found = losses(&events);
+    process.training_folder = Some(root.join("again").display().to_string());
+    let events = complete(process.clone());
+    assert!(!made(&events));
+    assert_eq!(losses(&events), found);
+    process.training_folder = Some(root.join("without").display().to_string());
+    process.datasets[0].controls = OneOrMany(Vec::new());
+    assert_ne!(losses(&complete(process.clone())), found);
+
+    // On a worker they are in its cache.
+    let worker = tempfile::tempdir().unwrap();
+    let mut process = trainer(worker.path(), 1);
+    process.datasets[0].controls = OneOrMany(vec!["sapiens2_mask".into()]);
+    process.datasets[0].matting_model = network("masks/matting.safetensors");
+    let mut job = spec(process.clone());
+    let derived = worker.path().join("derived");
+    let data = process.datasets[0].folder_path.clone().unwrap();
+    job.derived.insert(data, derived.clone());
+    let (outcome, events) = run_spec(&job);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert_eq!(files(&derived.join("_controls")).len(), 5);
+
+    process.datasets[0].matting_model = None;
+    let Outcome::Failed { message, .. } = run_spec(&spec(process)).0 else {
+        panic!("no network makes the masks");
+    };
+    assert!(message.contains("`matting_model` names no network"), "{message}");
+}
+
+#[test]
 fn networks_that_cannot_be_used_are_refused() {
     let refused = |change: fn(&mut TrainerProcess), expected: &str| {
         let dir = tempfile::tempdir().unwrap();
@@ -233,6 +290,10 @@ fn networks_that_cannot_be_used_are_refused() {
     };
     check(ControlType::Line, "teed.safetensors").unwrap();
     check(ControlType::Depth, "depth").unwrap();
+    check(ControlType::Mask, "masks/birefnet.safetensors").unwrap();
+    check(ControlType::Sapiens2Mask, "masks/matting.safetensors").unwrap();
+    let message = check(ControlType::Mask, "masks/matting.safetensors").unwrap_err();
+    assert!(message.contains("a BiRefNet"), "{message}");
     let message = check(ControlType::Line, "networks.safetensors").unwrap_err();
     assert!(
         message.contains("datasets[1].line_detector") && message.contains("TEED"),

@@ -19,6 +19,7 @@ use crate::training::{
 };
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::augmentation::read_augmentations;
+use aitk_common::job::controls::ControlType;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::limits::{MAX_DECORATOR_TOKENS, MAX_EMBEDDING_VECTORS};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
@@ -208,23 +209,12 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
         let path = dataset
             .path()
             .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
-        let masks = masks(&dataset, cx)?;
+        let masks = masks(process, &dataset, cx)?;
         let folders = dataset.control_path.iter().map(|path| cx.local_path(path));
         let folders = folders.collect::<Result<Vec<_>>>()?;
         let controls = match (folders.is_empty(), dataset.condition_type()) {
             (false, _) => Some(ControlSource::Folders(folders)),
-            (true, kind) => kind.map(|kind| {
-                let derived = cx.spec.derived.get(path);
-                ControlSource::Beside(ControlsBeside {
-                    kind,
-                    generator: dataset.control_generator().map(str::to_owned),
-                    cache: Some(match derived {
-                        Some(folder) => folder.join("_controls"),
-                        None => RunFolder::path_of(process, cx).join(".aitk/controls"),
-                    }),
-                    writes_cache: derived.is_some(),
-                })
-            }),
+            (true, kind) => kind.map(|kind| ControlSource::Beside(beside(process, &dataset, kind, cx))),
         };
         let pairs = dataset.unconditional_path.as_ref().map(|path| cx.local_path(path));
         let pairs = pairs.transpose()?;
@@ -308,13 +298,27 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
     Ok(out)
 }
 
+/// Where the files of a type of a data set's `controls` are, and what makes those that are missing.
+fn beside(process: &TrainerProcess, dataset: &DatasetConfig, kind: ControlType, cx: &Context<'_>) -> ControlsBeside {
+    let derived = dataset.path().and_then(|path| cx.spec.derived.get(path));
+    ControlsBeside {
+        kind,
+        generator: dataset.control_generator(kind).map(str::to_owned),
+        cache: Some(match derived {
+            Some(folder) => folder.join("_controls"),
+            None => RunFolder::path_of(process, cx).join(".aitk/controls"),
+        }),
+        writes_cache: derived.is_some(),
+    }
+}
+
 /// Converts the options of the loss masks of a data set.
-fn masks(dataset: &DatasetConfig, cx: &Context<'_>) -> Result<Option<MaskOptions>> {
+fn masks(process: &TrainerProcess, dataset: &DatasetConfig, cx: &Context<'_>) -> Result<Option<MaskOptions>> {
     let source = match (&dataset.mask_path, dataset.mask_type()) {
         // The image's alpha channel has precedence over a mask file, as in ai-toolkit.
         _ if dataset.alpha_mask => MaskSource::Alpha,
         (Some(path), _) => MaskSource::Folder(cx.local_path(path)?),
-        (None, Some(kind)) => MaskSource::Beside(kind),
+        (None, Some(kind)) => MaskSource::Beside(beside(process, dataset, kind, cx)),
         (None, None) => return Ok(None),
     };
     Ok(Some(MaskOptions {

@@ -1,4 +1,4 @@
-//! The networks that make control images (`datasets[].controls`), before anything else is loaded.
+//! The networks that make control images and masks (`datasets[].controls`), before anything else is loaded.
 
 use super::{Job, Model, WorkKind};
 use crate::job::controls::ControlType;
@@ -20,8 +20,26 @@ const LINE_NUMBERS_PER_PIXEL: f64 = 24.0 * 7.0;
 /// The pixels that edges are looked for at: 1024 on the shorter side.
 const LINE_PIXELS: f64 = 1024.0 * 2.0 * 1024.0;
 
+/// The numbers of BiRefNet with the backbone Swin-L: those of its published file.
+const FOREGROUND_NUMBERS: f64 = 220.2e6;
+/// The numbers that finding the foreground needs for each pixel, in the last stage of the decoder at a sixteenth of the pixels: 768 of the backbone's
+/// features (those of smaller stages with them), 960 of the stage's input and its parts, for 49 places the four neighbours with their weights, and
+/// the places and weights along both axes, and 256 results of the largest convolution with two copies; and four times the 8 that are taken from
+/// the image at once.
+const FOREGROUND_NUMBERS_PER_PIXEL: f64 =
+    (768.0 + 960.0 + 49.0 * (4.0 * 2.0 + 8.0 + 8.0) + 256.0 * 3.0) / 16.0 + 4.0 * 8.0;
+/// The pixels that the foreground is looked for at.
+const FOREGROUND_PIXELS: f64 = 1024.0 * 1024.0;
+/// The numbers of Sapiens 2 1B with its matting head: those of its published file.
+const MATTING_NUMBERS: f64 = 1539.3e6;
+/// The numbers that finding people needs for each pixel: 128 channels of the head before and after they are enlarged and after their norm, and
+/// the 256 of the step before at a quarter of the pixels.
+const MATTING_NUMBERS_PER_PIXEL: f64 = 128.0 * 3.0 + 256.0 / 4.0;
+/// The pixels that people are looked for at.
+const MATTING_PIXELS: f64 = 1024.0 * 1024.0;
+
 impl Job<'_> {
-    /// Making control images. `None`: the job makes none. What files are missing is not known, so it counts for every job with a network.
+    /// Making control images and masks. `None`: the job makes none. What files are missing is not known, so it counts for every job with a network.
     pub(super) fn making_controls(&self, model: &Model) -> Option<Phase> {
         if self.kind != WorkKind::Training {
             return None;
@@ -38,17 +56,20 @@ impl Job<'_> {
     }
 }
 
-/// The bytes of the network that makes control images of a data set, in float32, while it works.
+/// The bytes of the network that makes control images or masks of a data set, in float32, while it works; of two networks, of the larger.
 fn network_bytes(set: &Value) -> Option<f64> {
     let names = set.get("controls").and_then(Value::as_array)?;
-    let mut types = names.iter().filter_map(|name| ControlType::from_name(name.as_str()?));
-    let kind = types.find(|kind| kind.generator_key().is_some())?;
-    text(set, &format!("/{}", kind.generator_key()?)).filter(|path| !path.is_empty())?;
-    let numbers = match kind {
-        ControlType::Depth => DEPTH_NUMBERS + DEPTH_NUMBERS_PER_PIXEL * DEPTH_PIXELS,
-        _ => LINE_NUMBERS_PER_PIXEL * LINE_PIXELS,
-    };
-    Some(4.0 * numbers)
+    let types = names.iter().filter_map(|name| ControlType::from_name(name.as_str()?));
+    let numbers = types.filter_map(|kind| {
+        text(set, &format!("/{}", kind.generator_key()?)).filter(|path| !path.is_empty())?;
+        Some(match kind {
+            ControlType::Depth => DEPTH_NUMBERS + DEPTH_NUMBERS_PER_PIXEL * DEPTH_PIXELS,
+            ControlType::Mask => FOREGROUND_NUMBERS + FOREGROUND_NUMBERS_PER_PIXEL * FOREGROUND_PIXELS,
+            ControlType::Sapiens2Mask => MATTING_NUMBERS + MATTING_NUMBERS_PER_PIXEL * MATTING_PIXELS,
+            _ => LINE_NUMBERS_PER_PIXEL * LINE_PIXELS,
+        })
+    });
+    Some(4.0 * numbers.reduce(f64::max)?)
 }
 
 #[cfg(test)]
@@ -68,6 +89,12 @@ mod tests {
         assert_eq!(
             gib(json!({"controls": ["line"], "line_detector": "t.safetensors"})),
             Some(1.3)
+        );
+        assert_eq!(
+            gib(
+                json!({"controls": ["sapiens2_mask", "line"], "line_detector": "t.safetensors", "matting_model": "a/b"})
+            ),
+            Some(7.5)
         );
         for set in [
             json!({}),

@@ -2,15 +2,12 @@
 //! (`DPTImageProcessor`, 5.23), and the pixels of ai-toolkit (`toolkit/control_generator.py`, 27a03a91).
 
 use super::depth_anything::DepthAnything;
+use super::source_image::standardised;
 use crate::error::Result;
 use crate::image_io::{self, Filter};
 use crate::nn::{Interpolation, interpolate};
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use image::RgbImage;
-
-/// The means and the deviations of ImageNet, for red, green and blue.
-const MEAN: [f32; 3] = [0.485, 0.456, 0.406];
-const DEVIATION: [f32; 3] = [0.229, 0.224, 0.225];
 
 /// The longest side that depth is estimated at. transformers has no limit, and so not enough memory for strips.
 const MAX_SIDE: f64 = 4096.0;
@@ -37,22 +34,11 @@ pub(super) fn estimation_size((width, height): (u32, u32), side: usize, unit: us
 pub(super) fn generate(network: &DepthAnything, image: &RgbImage, device: &Device) -> Result<RgbImage> {
     let (width, height) = estimation_size(image.dimensions(), network.image_size(), network.patch_size());
     let scaled = image_io::resize(image, width, height, Filter::Bicubic);
-    let depth = network.forward(&normalised(&scaled, device)?)?;
+    let depth = network.forward(&standardised(&scaled, device)?)?;
     let sides = (image.height() as usize, image.width() as usize);
     let depth = interpolate(&depth, sides, Interpolation::Bicubic)?;
     let values = depth.flatten_all()?.to_vec1::<f32>()?;
     // As numpy's `astype("uint8")`: fractions are cut off.
     let pixels = values.into_iter().flat_map(|value| [value.clamp(0.0, 255.0) as u8; 3]);
     Ok(RgbImage::from_raw(image.width(), image.height(), pixels.collect()).unwrap_or_default())
-}
-
-/// The pixels [1, 3, h, w] with the means and the deviations of ImageNet.
-fn normalised(image: &RgbImage, device: &Device) -> Result<Tensor> {
-    let (width, height) = (image.width() as usize, image.height() as usize);
-    let channel = |c: usize| {
-        let values = image.pixels().map(move |pixel| f32::from(pixel.0[c]) / 255.0);
-        values.map(move |value| (value - MEAN[c]) / DEVIATION[c])
-    };
-    let pixels: Vec<f32> = (0..3).flat_map(channel).collect();
-    Ok(Tensor::from_vec(pixels, (1, 3, height, width), device)?)
 }

@@ -1,14 +1,19 @@
-//! Networks that make control images of images (`datasets[].controls`): edges and depth maps.
+//! Networks that make control images and masks of images (`datasets[].controls`).
 
+mod birefnet;
 mod depth;
 mod depth_anything;
 mod dinov2;
 mod line;
+mod mask;
+mod matting;
 mod opencv;
 mod source_image;
 mod teed;
 
+pub use birefnet::BiRefNet;
 pub use depth_anything::DepthAnything;
+pub use matting::SapiensMatting;
 pub use teed::Teed;
 
 use crate::error::{EngineError, Result};
@@ -29,6 +34,8 @@ pub struct ControlGenerator {
 enum Network {
     Line(Box<Teed>),
     Depth(Box<DepthAnything>),
+    Foreground(Box<BiRefNet>),
+    Matting(Box<SapiensMatting>),
 }
 
 impl ControlGenerator {
@@ -53,6 +60,8 @@ impl ControlGenerator {
         let (first, name) = match kind {
             ControlType::Line => (teed::FIRST_TENSOR, "the network TEED"),
             ControlType::Depth => (depth_anything::FIRST_TENSOR, "a Depth Anything V2 of transformers"),
+            ControlType::Mask => (birefnet::FIRST_TENSOR, "a BiRefNet"),
+            ControlType::Sapiens2Mask => (matting::FIRST_TENSOR, "a Sapiens 2 with its matting head"),
             _ => {
                 return Err(EngineError::Unsupported(format!(
                     "aitk has no network that makes control images of type `{kind}`"
@@ -69,6 +78,8 @@ impl ControlGenerator {
         }
         let network = match kind {
             ControlType::Line => Network::Line(Box::new(Teed::new(index, device)?)),
+            ControlType::Mask => Network::Foreground(Box::new(BiRefNet::new(index, device)?)),
+            ControlType::Sapiens2Mask => Network::Matting(Box::new(SapiensMatting::new(index, device)?)),
             _ => {
                 let folder = if path.is_dir() {
                     path
@@ -97,10 +108,17 @@ impl ControlGenerator {
         match &self.network {
             Network::Line(network) => line::generate(network, image, line::DETECT_SIDE, &self.device),
             Network::Depth(network) => depth::generate(network, image, &self.device),
+            Network::Foreground(network) => {
+                mask::generate_of_foreground(network, image, mask::FOREGROUND_SIDE, &self.device)
+            }
+            Network::Matting(network) => mask::generate_of_people(network, image, &self.device),
         }
     }
 }
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod mask_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -47,6 +47,7 @@ fn networks_match_the_reference() {
         let found = match network(kind).network {
             Network::Line(network) => network.forward(x).unwrap(),
             Network::Depth(network) => network.forward(x).unwrap(),
+            _ => unreachable!(),
         };
         assert_eq!(found.dims(), expected.dims());
         let difference = largest(&(found - expected).unwrap()) / largest(expected);
@@ -75,6 +76,7 @@ fn images_match_the_reference() {
         let found = match network(kind).network {
             Network::Line(network) => line::generate(&network, &image, 192, &Device::Cpu).unwrap(),
             Network::Depth(network) => depth::generate(&network, &image, &Device::Cpu).unwrap(),
+            _ => unreachable!(),
         };
         let expected = rgb(&reference[name]);
         assert_eq!(found.dimensions(), expected.dimensions());

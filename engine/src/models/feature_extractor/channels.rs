@@ -4,7 +4,7 @@ use crate::error::{EngineError, Result};
 use crate::weights::Index;
 
 /// An error about a file of weights.
-pub(super) fn weights_error(index: &Index, reason: String) -> EngineError {
+pub(in crate::models) fn weights_error(index: &Index, reason: String) -> EngineError {
     EngineError::WeightsFile {
         path: index.path().to_path_buf(),
         reason,
@@ -15,7 +15,7 @@ pub(super) fn weights_error(index: &Index, reason: String) -> EngineError {
 ///
 /// # Errors
 /// When there is no such tensor, or it is not the weight of a convolution.
-pub(super) fn channels_of(index: &Index, name: &str) -> Result<(usize, usize)> {
+pub(in crate::models) fn channels_of(index: &Index, name: &str) -> Result<(usize, usize)> {
     match index.shape(name) {
         None => Err(index.missing_error(name)),
         Some([outputs, inputs, _, _]) if *outputs > 0 && *inputs > 0 => Ok((*inputs, *outputs)),

@@ -15,6 +15,7 @@ mod velocities;
 mod vgg16;
 mod vision_layer;
 
+pub(super) use channels::{channels_of, weights_error};
 pub use dino::DinoFeatures;
 pub use latents::LatentFeatures;
 pub use sapiens::SapiensFeatures;
@@ -29,7 +30,6 @@ use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::Index;
 use candle_core::{DType, Device};
-use channels::weights_error;
 use serde_json::Value;
 use std::path::Path;
 

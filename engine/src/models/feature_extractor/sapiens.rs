@@ -9,7 +9,7 @@ use super::vision_layer::{
 };
 use crate::checkpointing::Checkpointing;
 use crate::error::Result;
-use crate::nn::{Activation, Conv2d, Interpolation, RmsNorm, Rotary, RotaryPairs, interpolate, to_tokens};
+use crate::nn::{Activation, Conv2d, Interpolation, RmsNorm, Rotary, RotaryPairs, interpolate, to_image, to_tokens};
 use crate::weights::{Index, View, Weights};
 use candle_core::{DType, Device, Tensor};
 use std::f32::consts::TAU;
@@ -41,6 +41,8 @@ pub struct SapiensFeatures {
     first: Tensor,
     /// The periods of the rotations along each axis, a quarter of the features of a head.
     periods: Vec<f32>,
+    /// Whether the angles of the rotations, their cosines and their sines are rounded to bf16.
+    rounds_angles: bool,
     layers: Vec<Arc<VisionLayer>>,
     norm: RmsNorm,
     checkpointing: Checkpointing,
@@ -130,11 +132,27 @@ impl SapiensFeatures {
             patches: Conv2d::new(&weights.pp("patch_embed.projection"), 3, width, patch, patch, 0)?,
             first,
             periods: rounded(periods)?,
+            rounds_angles: true,
             layers,
             norm: RmsNorm::new(&weights.pp("ln1"), width, EPSILON)?,
             dtype,
             checkpointing: Checkpointing::Off,
         })
+    }
+
+    /// Computes the angles of the rotations in float32, from places and periods in bf16: PyTorch does so where its weights have another type than
+    /// bf16.
+    #[must_use]
+    pub(in crate::models) fn with_float32_angles(self) -> Self {
+        Self {
+            rounds_angles: false,
+            ..self
+        }
+    }
+
+    /// The side of a patch, in pixels.
+    pub(in crate::models) fn patch_size(&self) -> usize {
+        self.patch
     }
 
     /// Recomputes each layer in the backward pass, or none.
@@ -147,18 +165,36 @@ impl SapiensFeatures {
     /// # Errors
     /// When the shapes do not match, or a side is smaller than a patch.
     pub fn forward(&self, images: &Tensor) -> Result<Tensor> {
-        let (batch, _, height, width) = images.dims4()?;
+        let (_, _, height, width) = images.dims4()?;
         let images = standardised(&((images + 1.0)? * 0.5)?, IMAGENET_MEAN, IMAGENET_DEVIATION)?;
         let size = scaled_size((height, width), self.patch, MAX_PIXELS);
-        let images = interpolate(&images, size, Interpolation::Bilinear)?.to_dtype(self.dtype)?;
-        let patches = self.patches.forward(&images)?;
-        let (_, _, rows, columns) = patches.dims4()?;
+        let (tokens, _) = self.tokens(&interpolate(&images, size, Interpolation::Bilinear)?)?;
+        Ok(tokens)
+    }
+
+    /// The features of the patches of standardised images [b, 3, height, width], whose sides are multiples of a patch's: [b, width of the
+    /// transformer, rows of patches, columns], float32.
+    ///
+    /// # Errors
+    /// When the shapes do not match.
+    pub(in crate::models) fn feature_map(&self, images: &Tensor) -> Result<Tensor> {
+        let (tokens, (rows, columns)) = self.tokens(images)?;
+        let (batch, count, width) = tokens.dims3()?;
+        let others = count.saturating_sub(rows * columns);
+        let of_patches = tokens.narrow(1, others, rows * columns)?.contiguous()?;
+        Ok(to_image(&of_patches, &[batch, width, rows, columns])?)
+    }
+
+    /// All tokens of standardised images [b, 3, height, width], and the rows and columns of patches.
+    fn tokens(&self, images: &Tensor) -> Result<(Tensor, (usize, usize))> {
+        let patches = self.patches.forward(&images.to_dtype(self.dtype)?)?;
+        let (batch, _, rows, columns) = patches.dims4()?;
         let (_, tokens, width) = self.first.dims3()?;
         let first = self.first.broadcast_as((batch, tokens, width))?.contiguous()?;
         let x = Tensor::cat(&[&first, &to_tokens(&patches)?], 1)?;
         let rotary = self.rotary(tokens, (rows, columns))?;
         let x = run_layers(&self.layers, x, Some(&rotary), self.checkpointing)?;
-        Ok(self.norm.forward(&x)?.to_dtype(DType::F32)?)
+        Ok((self.norm.forward(&x)?.to_dtype(DType::F32)?, (rows, columns)))
     }
 
     /// The rotations of the tokens, by the place of the middle of each patch, from -1 to 1 along each axis. The first `others` tokens are not
@@ -167,7 +203,7 @@ impl SapiensFeatures {
         let (of_rows, of_columns) = (self.angles(rows)?, self.angles(columns)?);
         let quarter = self.periods.len().max(1);
         let table = |function: fn(f32) -> f32, at_zero: f32| -> candle_core::Result<Vec<f32>> {
-            let of = |angles: &[f32]| rounded(angles.iter().map(|angle| function(*angle)).collect());
+            let of = |angles: &[f32]| self.in_angle_type(angles.iter().map(|angle| function(*angle)).collect());
             let (of_rows, of_columns) = (of(&of_rows)?, of(&of_columns)?);
             let mut table = vec![at_zero; others * 2 * quarter];
             for row in of_rows.chunks(quarter) {
@@ -181,6 +217,13 @@ impl SapiensFeatures {
         Rotary::from_tables(others + rows * columns, cosines, sines, RotaryPairs::Halves)
     }
 
+    fn in_angle_type(&self, values: Vec<f32>) -> candle_core::Result<Vec<f32>> {
+        match self.rounds_angles {
+            true => rounded(values),
+            false => Ok(values),
+        }
+    }
+
     /// The angles for each of `count` patches along an axis and each period. The network was trained with angles whose computation rounds to
     /// bf16 after each operation.
     fn angles(&self, count: usize) -> candle_core::Result<Vec<f32>> {
@@ -191,7 +234,7 @@ impl SapiensFeatures {
         let angles = turns
             .iter()
             .flat_map(|turn| self.periods.iter().map(move |period| turn / period));
-        rounded(angles.collect())
+        self.in_angle_type(angles.collect())
     }
 }
 

@@ -47,6 +47,16 @@ impl GroupNorm {
         }
     }
 
+    /// Normalises each channel alone, without weight and bias: PyTorch's `InstanceNorm2d`.
+    ///
+    /// # Errors
+    /// When the device has no memory for a row of ones.
+    pub fn of_each_channel(channels: usize, eps: f64, dtype: DType, device: &Device) -> candle_core::Result<Self> {
+        let weight = Tensor::ones(channels, dtype, device)?;
+        let bias = weight.zeros_like()?;
+        Ok(Self::from_tensors(weight, bias, channels, eps))
+    }
+
     /// x [b, c, ..] -> the same shape.
     ///
     /// # Errors

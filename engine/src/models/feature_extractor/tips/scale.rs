@@ -2,7 +2,7 @@
 
 use super::super::channels::{channels_of, weights_error};
 use crate::error::Result;
-use crate::nn::{Activation, Conv2d, Linear, to_image};
+use crate::nn::{Activation, Conv2d, Linear, pixel_shuffle, to_image};
 use crate::weights::{Index, Weights};
 use candle_core::Tensor;
 
@@ -112,14 +112,4 @@ impl Scale {
         };
         self.conv.forward(&x)
     }
-}
-
-/// x [b, c * side^2, h, w] -> [b, c, h * side, w * side]: PyTorch's `pixel_shuffle`.
-fn pixel_shuffle(x: &Tensor, side: usize) -> candle_core::Result<Tensor> {
-    let (batch, channels, height, width) = x.dims4()?;
-    let channels = channels / (side * side);
-    x.reshape(vec![batch, channels, side, side, height, width])?
-        .permute(vec![0, 1, 4, 2, 5, 3])?
-        .contiguous()?
-        .reshape((batch, channels, height * side, width * side))
 }
