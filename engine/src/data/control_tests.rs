@@ -722,7 +722,7 @@ fn masks_that_a_network_makes_are_beside_the_images_or_in_a_cache() {
     assert!(Dataset::open(masked.clone(), UNIT, 0).is_err(), "it is made before");
     let scan = DatasetScan::read(&masked, false).unwrap();
     let image = root.join("data/b.png");
-    assert_eq!(scan.images_without(&beside).unwrap(), [image.clone()]);
+    assert!(scan.images_without(&beside).unwrap().iter().eq([&image]));
 
     let paths = beside.new_paths(&image).unwrap();
     assert_eq!(paths[0], root.join("data/_controls/b.mask.png"));

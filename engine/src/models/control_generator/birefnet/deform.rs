@@ -1,6 +1,6 @@
 //! Deformable convolutions (X. Zhu and others, arXiv:1811.11168): each result takes its values from places that depend on the image.
 
-use super::blocks::{conv, kernel_of};
+use super::conv::{conv, kernel_of};
 use crate::error::Result;
 use crate::nn::Conv2d;
 use crate::weights::{Index, Weights};

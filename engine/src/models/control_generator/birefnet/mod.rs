@@ -5,6 +5,7 @@
 //! the defaults of its `config.py`. It computes in float32.
 
 mod blocks;
+mod conv;
 mod deform;
 mod swin;
 
@@ -12,8 +13,9 @@ use crate::error::{EngineError, Result};
 use crate::models::feature_extractor::{channels_of, weights_error};
 use crate::nn::{Conv2d, Interpolation, add, interpolate};
 use crate::weights::{Index, Weights};
-use blocks::{DecoderBlock, PatchConvs, conv};
+use blocks::{DecoderBlock, PatchConvs};
 use candle_core::{DType, Device, Tensor};
+use conv::conv;
 use swin::{STAGES, Swin};
 
 /// The tensor that tells a file of this network from others.
@@ -167,7 +169,7 @@ impl BiRefNet {
     /// When the shapes do not match.
     pub fn forward(&self, images: &Tensor) -> Result<Tensor> {
         let (_, _, height, width) = images.dims4()?;
-        if height % UNIT != 0 || width % UNIT != 0 {
+        if !(height.is_multiple_of(UNIT) && width.is_multiple_of(UNIT)) {
             return Err(EngineError::Internal(format!(
                 "an image of {width} x {height} for BiRefNet: expected sides that are multiples of {UNIT}"
             )));
