@@ -25,6 +25,7 @@ use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
+use aitk_common::job::controls::ControlType;
 use aitk_common::job::repository::is_commit;
 use aitk_common::job::{Input, JobSpec, LoadedJob, Process};
 use aitk_common::plan::image_batches::ImageBatch;
@@ -121,21 +122,21 @@ pub struct Checked {
     pub commits: Commits,
     /// The largest batches of its data sets.
     pub image_batches: Vec<ImageBatch>,
-    /// The data sets whose control images all exist.
+    /// The data sets whose control images or masks all exist.
     pub complete_controls: CompleteControls,
 }
 
-/// Data sets whose control images all exist: the index of the process, and that of the data set in it.
+/// Data sets whose control images or masks of a type all exist: the index of the process, and that of the data set in it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CompleteControls(Vec<(usize, usize)>);
+pub struct CompleteControls(Vec<(usize, usize, ControlType)>);
 
 impl CompleteControls {
-    /// Leaves the networks out that would make the control images, so that they are neither uploaded nor downloaded. Returns whether there
+    /// Leaves the networks out that would make the files, so that they are neither uploaded nor downloaded. Returns whether there
     /// were any.
     pub fn leave_out_generators(&self, spec: &mut JobSpec) -> bool {
-        for &(process, dataset) in &self.0 {
+        for &(process, dataset, kind) in &self.0 {
             if let Some(process) = spec.process.get_mut(process).and_then(Process::trainer_mut) {
-                process.leave_out_control_generator(dataset);
+                process.leave_out_control_generator(dataset, kind);
             }
         }
         !self.0.is_empty()

@@ -169,13 +169,15 @@ impl Report {
         batches.chain(self.largest_images.iter().copied()).collect()
     }
 
-    /// Returns the data sets whose control images all exist.
+    /// Returns the data sets whose control images or masks all exist.
     #[cfg(feature = "embedded")]
     pub(super) fn complete_controls(&self) -> CompleteControls {
         let of_training = |training: &ProcessReport| {
             let process = training.process;
             let complete = training.data.complete_controls.iter();
-            complete.map(|dataset| (process, *dataset)).collect::<Vec<_>>()
+            complete
+                .map(|(dataset, kind)| (process, *dataset, *kind))
+                .collect::<Vec<_>>()
         };
         CompleteControls(self.trainings.iter().flat_map(of_training).collect())
     }

@@ -201,14 +201,12 @@ impl DatasetConfig {
 }
 
 impl TrainerProcess {
-    /// Sets the network that makes the control images of this data set to none, because they all exist: it is not downloaded then.
-    pub fn leave_out_control_generator(&mut self, dataset: usize) {
-        let Some(dataset) = self.datasets.get_mut(dataset) else {
-            return;
-        };
-        for key in [&mut dataset.depth_estimator, &mut dataset.line_detector] {
+    /// Sets the network that makes this data set's files of a type to none, because they all exist: it is not downloaded then.
+    pub fn leave_out_control_generator(&mut self, dataset: usize, kind: ControlType) {
+        let dataset = self.datasets.get_mut(dataset);
+        if let Some(value) = dataset.and_then(|dataset| dataset.generator_value(kind)) {
             // Empty, because a missing one of `depth` is the default repository.
-            *key = key.take().map(|_| String::new());
+            *value = value.take().map(|_| String::new());
         }
     }
 
@@ -373,17 +371,25 @@ mod tests {
 
     #[test]
     fn a_network_that_has_nothing_to_make_is_no_input() {
-        for lines in ["controls: depth", "controls: line\nline_detector: teed.safetensors"] {
+        for lines in [
+            "controls: depth",
+            "controls: line\nline_detector: teed.safetensors",
+            "controls: mask",
+            "controls: sapiens2_mask",
+        ] {
             let mut spec = load_yaml(&config(lines, "flux_kontext")).unwrap().spec;
             let count = spec.inputs().len();
-            let kind = spec.process[0].trainer().unwrap().datasets[0].condition_type();
+            let set = &spec.process[0].trainer().unwrap().datasets[0];
+            let kinds = (set.condition_type(), set.mask_type());
+            let kind = kinds.0.or(kinds.1).unwrap();
             let process = spec.process[0].trainer_mut().unwrap();
             // There is no such data set.
-            process.leave_out_control_generator(1);
+            process.leave_out_control_generator(1, kind);
             assert_eq!(process.control_generators().count(), 1, "{lines}");
-            process.leave_out_control_generator(0);
+            process.leave_out_control_generator(0, kind);
             assert_eq!(process.control_generators().count(), 0, "{lines}");
-            assert_eq!(process.datasets[0].condition_type(), kind);
+            let set = &process.datasets[0];
+            assert_eq!((set.condition_type(), set.mask_type()), kinds);
             // As a worker gets it.
             let sent = serde_json::to_string(&spec).unwrap();
             let spec: crate::job::JobSpec = serde_json::from_str(&sent).unwrap();

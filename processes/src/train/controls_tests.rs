@@ -323,8 +323,15 @@ fn a_preview_says_which_data_sets_have_all_of_their_control_images() {
         assert_eq!(seen.problems, [""; 0]);
         seen.complete_controls
     };
-    assert_eq!(complete(&process), [2]);
+    assert_eq!(complete(&process), [(2, ControlType::Depth)]);
     process.datasets.remove(1);
+    // A mask of each image, whose network is not needed either.
+    copy_beside(dir.path(), "controls", "mask");
+    let set = &mut process.datasets[1];
+    (set.controls, set.background_remover) = (OneOrMany(vec!["depth".into(), "mask".into()]), Some("e/f".into()));
+    assert_eq!(complete(&process), [(1, ControlType::Depth), (1, ControlType::Mask)]);
+    std::fs::remove_file(dir.path().join("data/_controls/p2.mask.png")).unwrap();
+    assert_eq!(complete(&process), [(1, ControlType::Depth)]);
     std::fs::remove_file(dir.path().join("data/_controls/p3.depth.png")).unwrap();
-    assert_eq!(complete(&process), [0; 0]);
+    assert_eq!(complete(&process), []);
 }

@@ -8,6 +8,7 @@ use crate::data::{DatasetContents, DatasetOptions, DatasetReport};
 use crate::error::{EngineError, Result};
 use crate::{Context, LogFile, OutputRequests, StopSignal};
 use aitk_common::job::JobSpec;
+use aitk_common::job::controls::ControlType;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use serde::Serialize;
@@ -33,9 +34,10 @@ pub struct TrainingPreview {
     pub steps_per_epoch: Option<f64>,
     /// Epochs that the steps make.
     pub epochs: Option<f64>,
-    /// The data sets, as indices in `datasets` of the config, whose control images all exist: the network that would make them is not needed.
+    /// The data sets, as indices in `datasets` of the config, whose control images or masks of a type all exist: the network that would make them
+    /// is not needed.
     #[serde(skip)]
-    pub complete_controls: Vec<usize>,
+    pub complete_controls: Vec<(usize, ControlType)>,
 }
 
 /// Reads the data of a training as the training does: the same files, captions and buckets. `inputs`: the local path of
@@ -157,18 +159,18 @@ impl TrainingPreview {
         Ok(())
     }
 
-    /// Finds the data sets whose control images all exist. The reports are those of all data sets, in the order of
+    /// Finds the data sets whose control images or masks all exist. The reports are those of all data sets, in the order of
     /// [`TrainerProcess::split_datasets`].
     fn find_complete_controls(&mut self, process: &TrainerProcess) {
         let mut reports = self.datasets.iter();
         for (index, dataset) in process.datasets.iter().enumerate() {
-            let to_make: u64 = reports
-                .by_ref()
-                .take(dataset.resolution.len())
-                .map(|set| set.controls_to_make)
-                .sum();
-            if dataset.control_generator().is_some() && to_make == 0 {
-                self.complete_controls.push(index);
+            let reports = reports.by_ref().take(dataset.resolution.len());
+            let (controls, masks) = reports.fold((0, 0), |(controls, masks), set| {
+                (controls + set.controls_to_make, masks + set.masks_to_make)
+            });
+            for (kind, to_make) in [(dataset.condition_type(), controls), (dataset.mask_type(), masks)] {
+                let kind = kind.filter(|kind| to_make == 0 && dataset.control_generator(*kind).is_some());
+                self.complete_controls.extend(kind.map(|kind| (index, kind)));
             }
         }
     }
