@@ -2,6 +2,7 @@
 //! write. `aitk validate` shows the whole report; `run` and `submit` print a summary and the warnings, and stop at
 //! errors.
 
+mod complete_controls;
 #[cfg(feature = "embedded")]
 mod dataset;
 #[cfg(feature = "embedded")]
@@ -18,6 +19,7 @@ mod settings;
 mod sizes;
 mod text;
 
+pub use complete_controls::CompleteControls;
 pub use models::ModelReport;
 pub use report::{ProcessReport, Report};
 
@@ -25,9 +27,8 @@ use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
-use aitk_common::job::controls::ControlType;
 use aitk_common::job::repository::is_commit;
-use aitk_common::job::{Input, JobSpec, LoadedJob, Process};
+use aitk_common::job::{Input, JobSpec, LoadedJob};
 use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -124,23 +125,6 @@ pub struct Checked {
     pub image_batches: Vec<ImageBatch>,
     /// The data sets whose control images or masks all exist.
     pub complete_controls: CompleteControls,
-}
-
-/// Data sets whose control images or masks of a type all exist: the index of the process, and that of the data set in it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CompleteControls(Vec<(usize, usize, ControlType)>);
-
-impl CompleteControls {
-    /// Leaves the networks out that would make the files, so that they are neither uploaded nor downloaded. Returns whether there
-    /// were any.
-    pub fn leave_out_generators(&self, spec: &mut JobSpec) -> bool {
-        for &(process, dataset, kind) in &self.0 {
-            if let Some(process) = spec.process.get_mut(process).and_then(Process::trainer_mut) {
-                process.leave_out_control_generator(dataset, kind);
-            }
-        }
-        !self.0.is_empty()
-    }
 }
 
 /// Model repositories that are not on this machine, each with the hub's current commit.

@@ -1,6 +1,6 @@
 //! The report of `aitk validate`: everything that can be checked about a config before it runs.
 
-use super::CompleteControls;
+use super::complete_controls::CompleteControls;
 #[cfg(feature = "embedded")]
 use super::dataset::dataset_problem;
 #[cfg(feature = "embedded")]
