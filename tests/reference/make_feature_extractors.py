@@ -166,10 +166,11 @@ def networks():
     made |= perturbed({"version3": SiglipAndVgg()})
     made["version3"].vgg.append(made["version10"])
     made |= perturbed({"version7": Tips()})
-    for parameter in made["version7"].parameters():
-        # Its files are in bf16, so that they are small.
-        parameter.data = parameter.data.bfloat16().double()
     made |= perturbed({"version9": Sapiens()})
+    for network in made.values():
+        for parameter in network.parameters():
+            # The files are in bf16, so that they are small.
+            parameter.data = parameter.data.bfloat16().double()
     return made
 
 
@@ -184,9 +185,10 @@ def perturbed(made):
 
 def features(made):
     g = torch.Generator().manual_seed(30)
-    shapes = {"version1": (2, CHANNELS, 6, 10), "version2": (2, 2 * CHANNELS, 5, 6), "version10": (2, 3, 34, 48),
+    # Several at once are in the trainings below.
+    shapes = {"version1": (2, CHANNELS, 6, 10), "version2": (1, 2 * CHANNELS, 5, 6), "version10": (1, 3, 34, 48),
               "version4": (2, 3, 34, 72), "version6": (2, 3, 34, 48),
-              "version3": (2, 3, 34, 50), "version7": (2, 3, 45, 60), "version9": (2, 3, 50, 66)}
+              "version3": (1, 3, 34, 50), "version7": (1, 3, 45, 60), "version9": (1, 3, 50, 66)}
     files = {}
     for name, shape in shapes.items():
         out = files.setdefault("features" if name in FILES[:3] else f"features_{name}", {})
@@ -262,11 +264,11 @@ def main():
                 save_file({key: value.bfloat16().contiguous() for key, value in tensors.items()}, OUT / f"{name}{suffix}.safetensors")
             continue
         if name not in FILES:
-            network.model.float().save_pretrained(OUT / name)
+            network.model.bfloat16().save_pretrained(OUT / name)
             network.model.double()
             continue
         weights = network.weights() if name == "version10" else network.state_dict()
-        save_file({key: value.float().contiguous() for key, value in weights.items()}, OUT / f"{name}.safetensors")
+        save_file({key: value.bfloat16().contiguous() for key, value in weights.items()}, OUT / f"{name}.safetensors")
     for name, tensors in features(made).items():
         save_file({key: value.float().contiguous() for key, value in tensors.items()}, OUT / f"{name}.safetensors")
 

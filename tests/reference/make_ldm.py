@@ -7,9 +7,10 @@ import re
 
 import torch
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, convert_ldm_vae_checkpoint
-from safetensors.torch import save_file
 
 import make_models
+import name_lists
+import recipes
 import tiny_sd
 
 OUT = tiny_sd.FIXTURES / "models"
@@ -106,7 +107,7 @@ def main():
     # What real checkpoints have besides.
     half["alphas_cumprod"] = torch.linspace(1, 0, 1000)
     half["cond_stage_model.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
-    save_file(half, OUT / "tiny_ldm.safetensors")
+    recipes.save_recipe(half, tiny_sd.TINY_SD, OUT / "tiny_ldm.json")
 
     full = make_models.full_size()
     names = checkpoint(
@@ -115,7 +116,7 @@ def main():
         dict(full["vae"].config),
     )
     lines = [f"{key} {'x'.join(map(str, value.shape))}" for key, value in names.items()]
-    (OUT / "full_size_ldm_names.txt").write_text("\n".join(lines) + "\n")
+    name_lists.write(OUT / "full_size_ldm_names.txt.gz", lines)
 
 
 if __name__ == "__main__":

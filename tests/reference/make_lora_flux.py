@@ -27,6 +27,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import name_lists
 import tiny_flux
 from tiny_flux import TINY_FLUX
 
@@ -167,9 +168,9 @@ def write_names(model):
         assert shapes(converted) == shapes(full.state_dict())
         if guidance:
             line = lambda key, value: f"{key} {'x'.join(map(str, value.shape))}"
-            (NAMES.parent / "full_size_single_file_names_flux.txt").write_text("".join(line(*item) + "\n" for item in merged.items()))
+            name_lists.write(NAMES.parent / "full_size_single_file_names_flux.txt.gz", [line(*item) for item in merged.items()])
             lines = [f"transformer {line(*item)}" for item in full.state_dict().items()]
-            (NAMES.parent / "full_size_names_flux.txt").write_text("\n".join(lines) + "\n")
+            name_lists.write(NAMES.parent / "full_size_names_flux.txt.gz", lines)
 
 
 def inputs():

@@ -8,6 +8,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
+import name_lists
 import tiny_sd
 
 OUT = tiny_sd.FIXTURES / "models"
@@ -65,6 +66,18 @@ def gradients(module, inputs, output, seed, also=()):
     return found | {f"grad.{name}": grad for name, grad in zip(chosen, grads[len(inputs) :])}
 
 
+def in_half(module):
+    """Rounds the weights to float16, in which they are stored."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.half())
+    return module
+
+
+def stored_weights(module):
+    return {f"weights.{key}": value.half() for key, value in module.state_dict().items()}
+
+
 def unet_case(name, unet, shape, timesteps, context, seed, weights, exact=False):
     dtype = torch.float64 if exact else torch.float32
     unet = unet.to(dtype)
@@ -74,7 +87,7 @@ def unet_case(name, unet, shape, timesteps, context, seed, weights, exact=False)
     tensors = {"sample": sample, "timesteps": timesteps.float(), "context": context, "out": out}
     tensors |= gradients(unet, [sample, context], out, seed + 2) | {"probe": noise(seed + 2, *out.shape)}
     if weights:
-        tensors |= {f"weights.{key}": value for key, value in unet.state_dict().items()}
+        tensors |= stored_weights(unet)
         (OUT / f"{name}.json").write_text(json.dumps({k: v for k, v in unet.config.items() if k[0] != "_"}, indent=1))
     save(name, tensors)
 
@@ -96,7 +109,7 @@ def unet_fixtures(pipe):
         norm_num_groups=4,
         transformer_layers_per_block=[1, 2, 1],
     )
-    tiny_sd.randomise(unet, 12)
+    in_half(tiny_sd.randomise(unet, 12))
     # In float64: in float32 the gradients of two right implementations are 1e-4 apart here.
     unet_case("unet_sd2", unet, (2, 4, 7, 10), torch.tensor([3.0, 700.0]), (5, 12), 40, True, exact=True)
 
@@ -145,7 +158,7 @@ def full_size_names():
         for key, value in model.state_dict().items():
             if not key.endswith("position_ids"):
                 lines.append(f"{part} {key} {'x'.join(map(str, value.shape))}")
-    (OUT / "full_size_names.txt").write_text("\n".join(lines) + "\n")
+    name_lists.write(OUT / "full_size_names.txt.gz", lines)
 
 
 def main():

@@ -13,6 +13,7 @@ import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
+import name_lists
 import tiny_sd35
 from make_models import OUT, noise, save
 from tiny_sd35 import TINY_SD35
@@ -108,11 +109,11 @@ def full_models():
 
 def full_size_names():
     transformers, parts = full_models()
-    line = lambda part, key, value: f"{part} {key} {'x'.join(map(str, value.shape))}\n"
+    line = lambda part, key, value: f"{part} {key} {'x'.join(map(str, value.shape))}"
     for name, model in transformers.items():
         state = model.state_dict()
         print(name, len(state), "tensors,", sum(value.numel() for value in state.values()), "values")
-        (OUT / f"full_size_names_sd35_{name}.txt").write_text("".join(line("transformer", *item) for item in state.items()))
+        name_lists.write(OUT / f"full_size_names_sd35_{name}.txt.gz", [line("transformer", *item) for item in state.items()])
     for part, model in parts.items():
         state = model.state_dict()
         print(part, len(state), "tensors,", sum(value.numel() for value in state.values()), "values")

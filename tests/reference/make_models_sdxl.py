@@ -8,7 +8,7 @@ from diffusers import UNet2DConditionModel
 import tiny_sd
 import tiny_sd21
 import tiny_sdxl
-from make_models import OUT, gradients, noise, save
+from make_models import OUT, gradients, in_half, noise, save, stored_weights
 
 PROMPTS = [
     "a red circle on a white background",
@@ -60,7 +60,7 @@ def unet_sdxl_fixture():
         projection_class_embeddings_input_dim=10 + 6 * 6,
         norm_num_groups=4,
     )
-    tiny_sd.randomise(unet, 13).to(torch.float64)
+    in_half(tiny_sd.randomise(unet, 13)).to(torch.float64)
     exact = lambda seed, *shape: noise(seed, *shape).to(torch.float64).requires_grad_()
     sample, context, pooled = exact(60, 2, 4, 7, 10), exact(61, 2, 5, 12), exact(62, 2, 10)
     timesteps = torch.tensor([3.0, 700.0])
@@ -70,7 +70,7 @@ def unet_sdxl_fixture():
     also = [f"add_embedding.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")]
     tensors = {"sample": sample, "timesteps": timesteps, "context": context, "text_embeds": pooled, "time_ids": time_ids, "out": out}
     tensors |= gradients(unet, [sample, context, pooled], out, 63, also) | {"probe": noise(63, *out.shape)}
-    tensors |= {f"weights.{key}": value for key, value in unet.state_dict().items()}
+    tensors |= stored_weights(unet)
     (OUT / "unet_sdxl.json").write_text(json.dumps({k: v for k, v in unet.config.items() if k[0] != "_"}, indent=1))
     save("unet_sdxl", tensors)
 

@@ -1,5 +1,5 @@
 """Fixtures for the parts of Z-Image -> tests/fixtures/models/{qwen3,zimage}.safetensors, qwen3_tokens.json, qwen3_other.json and
-full_size_names_zimage.txt.
+full_size_names_zimage.txt.gz.
 
 The weights are those of tiny_zimage and tiny_zimage_base, and for a second shape of Qwen3 stored here (`weights.`). Inputs of the
 transformer are as ZImagePipeline has them before it converts them: timesteps from 0 to 1000, of which the transformer gets
@@ -13,6 +13,7 @@ import torch
 from diffusers import ZImageTransformer2DModel
 from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
 
+import name_lists
 import tiny_sd
 import tiny_zimage
 from make_models import OUT, gradients, noise, save
@@ -156,7 +157,7 @@ def full_size_names():
         for key, value in model.state_dict().items():
             lines.append(f"{part} {prefix}{key} {'x'.join(map(str, value.shape))}")
         print(part, len(model.state_dict()), "tensors,", sum(value.numel() for value in model.state_dict().values()), "numbers")
-    (OUT / "full_size_names_zimage.txt").write_text("\n".join(lines) + "\n")
+    name_lists.write(OUT / "full_size_names_zimage.txt.gz", lines)
 
 
 def main():

@@ -25,6 +25,13 @@ OUT = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else FIXTURES / "odd_models"
 PART = "unet/diffusion_pytorch_model"
 
 
+def save(pipe, folder, **options):
+    """In float16, so that the fixtures are small."""
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        part.half()
+    pipe.save_pretrained(folder, **options)
+
+
 def blocks(kinds):
     down = tuple("CrossAttnDownBlock2D" if kind else "DownBlock2D" for kind in kinds)
     up = tuple("CrossAttnUpBlock2D" if kind else "UpBlock2D" for kind in reversed(kinds))
@@ -59,7 +66,7 @@ def sharded(folder):
          "attention_head_dim": (2, 4, 3), "layers_per_block": (1, 2, 1), "transformer_layers_per_block": (1, 2, 1), "norm_num_groups": 4},
         {"block_out_channels": (8, 16), "norm_num_groups": 8, "force_upcast": True},
         {"hidden_act": "gelu", "num_attention_heads": 2, "layer_norm_eps": 1e-6})
-    pipe.save_pretrained(folder, max_shard_size="200KB")
+    save(pipe, folder, max_shard_size="100KB")
     assert (folder / f"{PART}.safetensors.index.json").is_file()
     edit(folder / "scheduler/scheduler_config.json", prediction_type="v_prediction", timestep_spacing="trailing", rescale_betas_zero_snr=True)
 
@@ -71,9 +78,7 @@ def distilled(folder):
          "norm_num_groups": 4},
         {"block_out_channels": (6, 12), "norm_num_groups": 3},
         {})
-    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
-        part.half()
-    pipe.save_pretrained(folder, variant="fp16")
+    save(pipe, folder, variant="fp16")
     edit(folder / "model_index.json", safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"],
          feature_extractor=["transformers", "CLIPImageProcessor"], requires_safety_checker=True)
 
@@ -86,7 +91,7 @@ def old(folder):
          "conv_out_kernel": 1},
         {"block_out_channels": (8, 8, 16), "norm_num_groups": 4, "scaling_factor": 0.13025},
         {"num_hidden_layers": 1})
-    pipe.save_pretrained(folder)
+    save(pipe, folder)
     save_vocabulary_files(pipe.tokenizer, folder / "tokenizer")
     (folder / "tokenizer/tokenizer.json").unlink()
     file = folder / "vae/diffusion_pytorch_model.safetensors"

@@ -1,12 +1,13 @@
 """Stable Diffusion 2.1 and XL as single files in the original layout -> tests/fixtures/models.
 
-Writes tiny_sd21 and tiny_sdxl as such files in fp16, and the names and shapes of the full models: `full_size_names_*.txt.gz` in
+Writes recipes (recipes.py) of tiny_sd21 and tiny_sdxl as such files in fp16, and the names and shapes of the full models: `full_size_names_*.txt.gz` in
 diffusers' layout, `full_size_single_file_names_*.txt.gz` in the original one. The names are made by the functions below and by
 make_ldm.py, and checked by diffusers' own conversion in the other direction.
 """
 
-import gzip
+import pathlib
 import re
+import tempfile
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
@@ -20,6 +21,8 @@ from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 import make_ldm
+import name_lists
+import recipes
 import tiny_sd
 import tiny_sd21
 import tiny_sdxl
@@ -174,23 +177,22 @@ def shape(value):
     return "x".join(map(str, value.shape)) or "scalar"
 
 
-def write_lines(file, lines):
-    (OUT / file).write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 9, mtime=0))
-
-
 def write_names(family, parts, checkpoint):
     lines = [f"{part} {key} {shape(value)}" for part, model in parts.items() for key, value in model.state_dict().items() if not key.endswith("position_ids")]
-    write_lines(f"full_size_names_{family}.txt.gz", lines)
+    name_lists.write(OUT / f"full_size_names_{family}.txt.gz", lines)
     original = [f"{key} {shape(value)}" for key, value in checkpoint.items()]
-    write_lines(f"full_size_single_file_names_{family}.txt.gz", original)
+    name_lists.write(OUT / f"full_size_single_file_names_{family}.txt.gz", original)
     print(family, len(lines), "names,", len(original), "in a single file")
 
 
 def write_tiny(file, checkpoint, buffers, pipeline, pipe, folder):
-    """Writes the file in fp16 and checks that diffusers loads the same model from it."""
+    """Writes the recipe of the file in fp16 and checks that diffusers loads the same model from the file."""
     half = {key: value.half().contiguous() for key, value in checkpoint.items()} | buffers
-    save_file(half, OUT / file)
-    loaded = pipeline.from_single_file(str(OUT / file), config=str(folder), local_files_only=True, torch_dtype=torch.float32)
+    recipes.save_recipe(half, folder, OUT / f"{file}.json")
+    with tempfile.TemporaryDirectory() as scratch:
+        path = pathlib.Path(scratch) / f"{file}.safetensors"
+        save_file(half, path)
+        loaded = pipeline.from_single_file(str(path), config=str(folder), local_files_only=True, torch_dtype=torch.float32)
     for part in ("text_encoder", "text_encoder_2", "unet", "vae"):
         if model := getattr(pipe, part, None):
             state = getattr(loaded, part).state_dict()
@@ -205,10 +207,10 @@ def main():
     # What real files have besides.
     pipe = tiny_sd21.build()
     buffers = {"alphas_cumprod": torch.linspace(1, 0, 1000)}
-    write_tiny("tiny_sd21_single.safetensors", sd21_checkpoint(parts(pipe), seed=25), buffers, StableDiffusionPipeline, pipe, tiny_sd21.TINY_SD21)
+    write_tiny("tiny_sd21_single", sd21_checkpoint(parts(pipe), seed=25), buffers, StableDiffusionPipeline, pipe, tiny_sd21.TINY_SD21)
     pipe = tiny_sdxl.build()
     buffers = {"conditioner.embedders.0.transformer.text_model.embeddings.position_ids": torch.arange(77)[None]}
-    write_tiny("tiny_sdxl_single.safetensors", sdxl_checkpoint(parts(pipe)), buffers, StableDiffusionXLPipeline, pipe, tiny_sdxl.TINY_SDXL)
+    write_tiny("tiny_sdxl_single", sdxl_checkpoint(parts(pipe)), buffers, StableDiffusionXLPipeline, pipe, tiny_sdxl.TINY_SDXL)
 
     full = full_size_sd21()
     write_names("sd21", full, sd21_checkpoint(full))

@@ -7,6 +7,7 @@ use crate::autograd::gradients;
 use crate::families::stable_diffusion::{SdConfig, SdModel, Variant, split_checkpoint};
 use crate::families::{self, ItemSize, LoadOptions, Model, Prompt, sd1 as sd1_family, sd2, sdxl};
 use crate::nn::VisitLayers;
+use crate::testing::recipes::assemble;
 use crate::testing::{fixtures, gap, in_portable_mode, largest, load_sd, names_of_tensors};
 use crate::weights::{Index, Weights};
 use aitk_common::job::arch::ArchName;
@@ -345,7 +346,9 @@ fn single_files_of_every_family_give_the_same_model() {
             config_folder: Some(fixtures().join(folder)),
             ..LoadOptions::cpu()
         };
-        let file = fixtures().join(format!("models/{file}.safetensors"));
+        let scratch = tempfile::tempdir().unwrap();
+        let (recipe, file) = (file, scratch.path().join(format!("{file}.safetensors")));
+        assemble(recipe, folder, &file);
         families::check_identity(&file, variant.family.arch()).unwrap();
         let single = SdModel::load(variant, &file, &options).unwrap();
         let prompts = [Prompt::new("a red circle"), Prompt::new("zorb!")];
@@ -471,7 +474,7 @@ fn check_full_size(variant: &Variant, mut parts: Vec<Index>) {
 #[test]
 fn full_size_models_have_the_names_and_shapes_of_diffusers() {
     for (variant, file) in [
-        (&sd1_family::VARIANT, "full_size_names.txt"),
+        (&sd1_family::VARIANT, "full_size_names.txt.gz"),
         (&sd2::VARIANT, "full_size_names_sd21.txt.gz"),
         (&sdxl::VARIANT, "full_size_names_sdxl.txt.gz"),
     ] {
@@ -484,7 +487,7 @@ fn full_size_models_have_the_names_and_shapes_of_diffusers() {
 #[test]
 fn a_full_size_single_file_checkpoint_has_the_expected_names() {
     for (variant, file) in [
-        (&sd1_family::VARIANT, "full_size_ldm_names.txt"),
+        (&sd1_family::VARIANT, "full_size_ldm_names.txt.gz"),
         (&sd2::VARIANT, "full_size_single_file_names_sd21.txt.gz"),
         (&sdxl::VARIANT, "full_size_single_file_names_sdxl.txt.gz"),
     ] {
@@ -504,7 +507,7 @@ fn a_single_file_checkpoint_gives_the_same_model() {
     let tiny = fixtures().join("tiny_sd");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("tiny.safetensors");
-    std::fs::copy(fixtures().join("models/tiny_ldm.safetensors"), &file).unwrap();
+    assemble("tiny_ldm", "tiny_sd", &file);
     let options = LoadOptions {
         config_folder: Some(tiny.clone()),
         ..LoadOptions::cpu()

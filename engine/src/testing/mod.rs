@@ -4,6 +4,7 @@ pub(crate) mod byte_tokenizer;
 pub(crate) mod formula_weights;
 #[path = "../../../kernels/src/testing.rs"]
 mod kernels;
+pub(crate) mod recipes;
 pub(crate) mod single_files;
 
 use crate::adapters::safetensors_bytes;

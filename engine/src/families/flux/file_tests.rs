@@ -8,7 +8,7 @@ use crate::models::flux::single_file::{config_of, with_diffusers_names};
 use crate::nn::{LayerMut, VisitLayers};
 use crate::rng::TorchGenerator;
 use crate::testing::single_files::damaged;
-use crate::testing::{fixtures, flux_files, gap, largest};
+use crate::testing::{fixtures, flux_files, gap, largest, names_of_tensors};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 /// The names and shapes in a list of `tests/fixtures/models`, of lines with this first word.
 fn listed(file: &str, first: &str) -> BTreeMap<String, Vec<usize>> {
-    let text = std::fs::read_to_string(fixtures().join("models").join(file)).unwrap();
+    let text = names_of_tensors(file);
     let lines = text.lines().filter_map(|line| line.strip_prefix(first));
     let entry = |line: &str| {
         let (name, shape) = line.trim().split_once(' ').unwrap();
@@ -38,8 +38,8 @@ fn shapes(index: &Index) -> BTreeMap<String, Vec<usize>> {
 
 #[test]
 fn every_tensor_of_the_full_size_file_has_its_name_and_shape() {
-    let original = listed("full_size_single_file_names_flux.txt", "");
-    let expected = listed("full_size_names_flux.txt", "transformer");
+    let original = listed("full_size_single_file_names_flux.txt.gz", "");
+    let expected = listed("full_size_names_flux.txt.gz", "transformer");
     assert_eq!((original.len(), expected.len()), (780, 1160));
     for prefix in ["", "model.diffusion_model."] {
         let named = original

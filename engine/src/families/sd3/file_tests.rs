@@ -11,7 +11,7 @@ use crate::testing::single_files::{
     RawFile, Tensors, damaged, ldm_vae, original_shapes, original_tensors, prefixed, read_tensors, without_weights,
     write_gguf,
 };
-use crate::testing::{fixtures, gap, largest, runs_all_cases};
+use crate::testing::{fixtures, gap, largest, names_of_tensors, runs_all_cases};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -31,8 +31,7 @@ fn shapes(index: &Index) -> BTreeMap<String, Vec<usize>> {
 #[test]
 fn every_tensor_of_the_full_size_files_has_its_name_and_shape() {
     for (size, depth, table, dual) in [("medium", 24, 384, 13), ("large", 38, 192, 0)] {
-        let file = fixtures().join(format!("models/full_size_names_sd35_{size}.txt"));
-        let text = std::fs::read_to_string(file).unwrap();
+        let text = names_of_tensors(&format!("full_size_names_sd35_{size}.txt.gz"));
         let entry = |line: &str| {
             let (name, shape) = line.strip_prefix("transformer ").unwrap().split_once(' ').unwrap();
             let shape = shape.split('x').map(|side| side.parse().unwrap()).collect();

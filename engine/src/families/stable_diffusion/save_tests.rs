@@ -8,6 +8,7 @@ use crate::models::clip::ClipTextConfig;
 use crate::models::config;
 use crate::models::unet::{PerBlock, UNetConfig};
 use crate::models::vae::VaeConfig;
+use crate::testing::recipes::assemble;
 use crate::testing::{fixtures, names_of_tensors, quantised_folder};
 use crate::weights::{Index, Weights};
 use aitk_common::job::arch::ArchName;
@@ -72,7 +73,7 @@ fn in_single_file(variant: &'static Variant, text: &[Shapes], unet: &Shapes, vae
 #[test]
 fn the_names_of_full_size_models_convert_to_single_files_and_back() {
     for (variant, names, single) in [
-        (&sd1::VARIANT, "full_size_names.txt", "full_size_ldm_names.txt"),
+        (&sd1::VARIANT, "full_size_names.txt.gz", "full_size_ldm_names.txt.gz"),
         (
             &sd2::VARIANT,
             "full_size_names_sd21.txt.gz",
@@ -396,10 +397,9 @@ fn a_folder_is_saved_and_loaded_bit_for_bit() {
 
 #[test]
 fn a_single_file_is_saved_and_loaded_bit_for_bit() {
-    let (file, configs) = (
-        fixtures().join("models/tiny_ldm.safetensors"),
-        fixtures().join("tiny_sd"),
-    );
+    let folder = tempfile::tempdir().unwrap();
+    let (file, configs) = (folder.path().join("tiny.safetensors"), fixtures().join("tiny_sd"));
+    assemble("tiny_ldm", "tiny_sd", &file);
     round_trip(&load(&file, Some(&configs)), &configs, true, None);
 }
 

@@ -9,7 +9,7 @@ use crate::testing::single_files::{
     RawFile, Tensors, damaged, ldm_vae, original_shapes, original_tensors, prefixed, read_tensors, without_weights,
     write_gguf,
 };
-use crate::testing::{fixtures, gap, runs_all_cases, zimage_folder};
+use crate::testing::{fixtures, gap, names_of_tensors, runs_all_cases, zimage_folder};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -23,7 +23,7 @@ const COMFY: &str = "model.diffusion_model.";
 
 #[test]
 fn every_tensor_of_the_full_size_file_has_its_name_and_shape() {
-    let text = std::fs::read_to_string(fixtures().join("models/full_size_names_zimage.txt")).unwrap();
+    let text = names_of_tensors("full_size_names_zimage.txt.gz");
     let entry = |line: &str| {
         let (name, shape) = line.strip_prefix("transformer ")?.split_once(' ')?;
         let shape = shape.split('x').map(|side| side.parse().unwrap()).collect();

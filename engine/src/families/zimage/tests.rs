@@ -6,7 +6,7 @@ use crate::adapters::{load_lora, safetensors_bytes};
 use crate::families::{self, Conditioning, Family, LoadOptions, META_FILE, Model, Prompt, SaveOptions, saved_step};
 use crate::models::qwen3::{Qwen3Config, Qwen3Model};
 use crate::models::zimage::{ZImageConfig, ZImageTransformer2DModel};
-use crate::testing::{fixtures, gap, zimage_folder};
+use crate::testing::{fixtures, gap, names_of_tensors, zimage_folder};
 use crate::weights::{Index, TrainableFilter, Weights};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -158,7 +158,7 @@ fn a_fine_tuned_transformer_is_saved_as_a_folder_and_loads_again() {
 /// Names and shapes of the published parts, from diffusers and transformers with the published configs.
 #[test]
 fn full_size_models_have_the_names_and_shapes_of_diffusers() {
-    let text = std::fs::read_to_string(fixtures().join("models/full_size_names_zimage.txt")).unwrap();
+    let text = names_of_tensors("full_size_names_zimage.txt.gz");
     let index = |part: &str| {
         let lines = text
             .lines()

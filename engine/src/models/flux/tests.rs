@@ -47,12 +47,12 @@ fn check_block(case: &str, make: impl Fn(&Weights) -> crate::error::Result<Block
 
 const SIZES: FluxSizes = FluxSizes {
     heads: 3,
-    head_width: 16,
+    head_width: 8,
 };
 
 #[test]
 fn flux_blocks_match_diffusers() {
-    let positions = rotary(4, (2, 3), [4, 6, 6]).unwrap();
+    let positions = rotary(4, (2, 3), [2, 2, 4]).unwrap();
     check_block("flux_double", |weights| {
         let block = FluxTransformerBlock::new(weights, SIZES)?;
         let positions = positions.clone();

@@ -4,7 +4,7 @@ use super::{SD3Transformer2DModel, Sd3Conditions, Sd3Config};
 use crate::autograd::gradients;
 use crate::checkpointing::Checkpointing;
 use crate::models::config;
-use crate::testing::{fixtures, gap, largest};
+use crate::testing::{fixtures, gap, largest, names_of_tensors};
 use crate::weights::{Index, TrainableFilter, Weights};
 use candle_core::{DType, Device, Tensor, Var, safetensors};
 use std::collections::HashMap;
@@ -228,8 +228,7 @@ fn full_size_models_have_the_names_and_shapes_of_diffusers() {
         ..Sd3Config::default()
     };
     for (name, config, numbers) in [("medium", medium, 2_469_663_936), ("large", large, 8_146_280_768)] {
-        let file = fixtures().join(format!("models/full_size_names_sd35_{name}.txt"));
-        let text = std::fs::read_to_string(file).unwrap();
+        let text = names_of_tensors(&format!("full_size_names_sd35_{name}.txt.gz"));
         let index = Index::from_shapes(text.lines().map(|line| {
             let (name, shape) = line.strip_prefix("transformer ").unwrap().split_once(' ').unwrap();
             (
