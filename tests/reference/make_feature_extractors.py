@@ -264,7 +264,9 @@ def main():
                 save_file({key: value.bfloat16().contiguous() for key, value in tensors.items()}, OUT / f"{name}{suffix}.safetensors")
             continue
         if name not in FILES:
-            network.model.bfloat16().save_pretrained(OUT / name)
+            # Not the network in bf16, which would round the angles of its positions, too.
+            stored = {key: value.bfloat16() for key, value in network.model.state_dict().items()}
+            network.model.float().save_pretrained(OUT / name, state_dict=stored)
             network.model.double()
             continue
         weights = network.weights() if name == "version10" else network.state_dict()

@@ -205,7 +205,7 @@ impl TrainerProcess {
     pub fn leave_out_control_generator(&mut self, dataset: usize, kind: ControlType) {
         let dataset = self.datasets.get_mut(dataset);
         if let Some(value) = dataset.and_then(|dataset| dataset.generator_value(kind)) {
-            // Empty, because a missing one of `depth` is the default repository.
+            // Empty, because where the key is missing most types have a default repository.
             *value = value.take().map(|_| String::new());
         }
     }
