@@ -60,6 +60,9 @@ pub use training_image::{Control, Mask, TrainingImage};
 mod caption_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod control_file_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod control_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
